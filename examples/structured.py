@@ -15,7 +15,7 @@ CITY = {
     "properties": {
         "name": {"type": "string", "maxLength": 20},
         "country": {"enum": ["France", "Japan", "Peru"]},
-        "population": {"type": "integer", "minimum": 0},
+        "population": {"type": "integer", "minimum": 1, "maximum": 50_000_000},
     },
     "required": ["name", "country", "population"],
     "additionalProperties": False,

@@ -116,13 +116,17 @@ class SpeculativeConfig:
         check_whole("speculative_config: max_faults", self.max_faults, 1)
         if self.max_model_len is not None:
             check_whole("speculative_config: max_model_len", self.max_model_len, 1)
-        texts = (("method", str), ("revision", str), ("model", (str, os.PathLike)))
+        texts = (
+            ("method", str, "a name"),
+            ("revision", str, "a name"),
+            ("model", (str, os.PathLike), "a path"),
+        )
         if self.time_limit is not None:
             check_number("speculative_config: time_limit", self.time_limit, above=0)
-        for name, kinds in texts:
+        for name, kinds, wanted in texts:
             value = getattr(self, name)
             if value is not None and not isinstance(value, kinds):
-                raise ValueError(f"speculative_config: {name}={value!r}: is of the wrong type")
+                raise ValueError(f"speculative_config: {name}={value!r}: must be a string, {wanted}")
 
     @property
     def is_auto(self) -> bool:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,11 @@ class TestFlags:
     def test_help_shows_examples(self, name: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert main([name, "--help"]) == 0
         assert f"  draftproof {name}" in capsys.readouterr().out.split("Examples:")[1]
+
+    def test_help_of_bench_shows_whole_sentences(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["bench", "--help"]) == 0
+        listed = capsys.readouterr().out.split("Commands:")[1].split("Examples:")[0]
+        assert "..." not in listed and "as soon as one of the batch is done." in " ".join(listed.split())
 
 
 class TestGenerate:
@@ -251,6 +257,23 @@ class TestEnds:
         monkeypatch.setattr(options, "make_llm", fail)
         with pytest.raises(ValueError, match="inside"):
             main(["--traceback", "generate", "x"])
+
+    def test_warnings_of_the_package_are_one_sentence(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        def warn(engine: dict[str, Any]) -> None:
+            for file in (options.__file__, "elsewhere.py"):
+                text = warnings.formatwarning("it is slow", UserWarning, file, 7, "line of code")
+                print(text, end="", file=sys.stderr)
+            raise ValueError("the end")
+
+        usual = warnings.formatwarning
+        monkeypatch.setattr(options, "make_llm", warn)
+        assert main(["generate", "x"]) == 2
+        own, *others = capsys.readouterr().err.splitlines()
+        assert own == "warning: it is slow"
+        assert others[0] == "elsewhere.py:7: UserWarning: it is slow"
+        assert warnings.formatwarning is usual
 
     @pytest.mark.parametrize("line", ["nothing", "generate x --dtype int3", "generate x --logit-bias 5"])
     def test_wrong_usage_is_status_2(

@@ -181,20 +181,39 @@ class Silent:
         raise AssertionError("nothing is drawn")
 
 
-def test_counts_of_no_requests_are_whole_numbers() -> None:
-    none = torch.zeros(0, dtype=torch.int64)
-    verified = Verified(
-        tokens_T=none,
-        positions_T=none,
-        query_start_loc_R1=torch.zeros(1, dtype=torch.int64),
-        slots_R=none,
-        live_R=none,
-        next_R=none,
-        k_R=none,
+def of_requests(num_requests: int) -> Verified:
+    some = torch.zeros(num_requests, dtype=torch.int64)
+    return Verified(
+        tokens_T=some,
+        positions_T=some,
+        query_start_loc_R1=torch.arange(num_requests + 1),
+        slots_R=some,
+        live_R=some,
+        next_R=some,
+        k_R=some,
         taps=(),
         draw=Silent(),
-        history=lambda r: none,
+        history=lambda r: some,
     )
-    proposal = UsersDrafter(SaysNothing(), "SaysNothing").propose(verified, 3)
+
+
+@pytest.mark.parametrize(
+    ("drafts", "fault"),
+    [
+        ([["a"]], "a draft is of type str, expected an integer"),
+        ([[1, 2.0]], "a draft is of type float, expected an integer"),
+        ([[True]], "a draft is of type bool, expected an integer"),
+        (None, "propose returned NoneType, not Proposal or a list of lists of ids"),
+        ([[1], [2]], "propose returned drafts for 2 requests, expected 1"),
+    ],
+)
+def test_a_wrong_proposal_is_described(monkeypatch: pytest.MonkeyPatch, drafts: object, fault: str) -> None:
+    monkeypatch.setattr(SaysNothing, "propose", lambda self, verified, num_drafts: drafts)
+    with pytest.raises(DrafterError, match=f"TypeError: {fault}"):
+        UsersDrafter(SaysNothing(), "SaysNothing").propose(of_requests(1), 3)
+
+
+def test_counts_of_no_requests_are_whole_numbers() -> None:
+    proposal = UsersDrafter(SaysNothing(), "SaysNothing").propose(of_requests(0), 3)
     assert proposal.count_R.dtype == proposal.tokens_RK.dtype == torch.int64
     assert proposal.count_R.shape == (0,) and proposal.tokens_RK.shape[0] == 0

@@ -351,6 +351,7 @@ BAD_SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"attention_backend": "sdpaa"}, "did you mean 'sdpa'"),
     ({"speculative_config": "ngram"}, "must be a dict"),
     ({"speculative_config": {}}, "give 'method'"),
+    ({"speculative_config": {"metod": "ngram"}}, "unknown key 'metod': did you mean 'method'"),
     ({"speculative_config": {"method": "ngrams"}}, "did you mean 'ngram'"),
     ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 0}}, "num_speculative_tokens=0"),
     (

@@ -111,7 +111,7 @@ def test_a_model_is_a_folder_with_a_config(tmp_path: Path) -> None:
         resolve(str(tmp_path / "config.json"))
     with pytest.raises(ValueError, match=r"no such directory; check the path"):
         resolve(str(tmp_path / "absent"))
-    with pytest.raises(ValueError, match=r"model='tiny': no such directory"):
+    with pytest.raises(ValueError, match=r"model='tiny': no such directory; .* set DRAFTPROOF_MODEL=tiny"):
         resolve("tiny")
 
 

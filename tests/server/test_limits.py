@@ -136,6 +136,7 @@ def test_wrong_fields_are_named(
         (CHAT, b"{}", 400, "messages: is missing"),
         (CHAT, b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', 400, "content[0]"),
         (CHAT, ONE + b'"tools": [{"type": "function"}]}', 400, "tools[0].function: is missing"),
+        (CHAT, ONE + b'"tools": [{"type": "x", "function": {"name": "f"}}]}', 400, "tools[0].type='x': "),
         (CHAT, ONE + b'"tools": [{"type": "function", "function": {"name": 1}}]}', 400, "tools[0].function"),
         (CHAT, ONE + b'"tool_choice": "required"}', 400, "tool_choice='required': needs `tools`"),
         (TEXT, b'{"prompt": ""}', 400, "prompt"),

@@ -29,7 +29,16 @@ Examples:
 """
 
 
-@click.group(epilog=EXAMPLES)
+class Kinds(click.Group):
+    """Lists each command with the whole first sentence of its help, which click would cut."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        helps = [(name, one.help or "") for name, one in sorted(self.commands.items())]
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, " ".join(text.split("\n\n")[0].split())) for name, text in helps])
+
+
+@click.group(cls=Kinds, epilog=EXAMPLES)
 def command() -> None:
     """Measure plain decoding beside speculation, over batch sizes and numbers of drafts, and compare all outputs.
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import click
 
@@ -25,6 +28,8 @@ COMMANDS = {
     "train": "Train a draft head for a model, on the model's own answers.",
     "draft": "Show what the drafter would propose after a prompt, beside what the target says.",
 }
+
+_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 
 NO_ROOM = (
     errno.ENOSPC,
@@ -85,7 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status: 0 done, 1 negative result, 2 wrong input, 130 interrupted."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        status = commands(args=arguments, prog_name="draftproof", standalone_mode=False)
+        with _plain_warnings():
+            status = commands(args=arguments, prog_name="draftproof", standalone_mode=False)
         sys.stdout.flush()
         return status if isinstance(status, int) else 0
     except click.ClickException as error:
@@ -108,6 +114,25 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"error: {error}", file=sys.stderr)
         return 2
+
+
+@contextlib.contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Show this package's own warnings as a sentence, without the line of code that gave them."""
+    usual = warnings.formatwarning
+
+    def formatted(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+    ) -> str:
+        if filename.startswith(_PACKAGE):
+            return f"warning: {message}\n"
+        return usual(message, category, filename, lineno, line)
+
+    warnings.formatwarning = formatted
+    try:
+        yield
+    finally:
+        warnings.formatwarning = usual
 
 
 def _drop_output() -> None:

@@ -6,11 +6,13 @@ Shapes: S slots, R requests.
 from __future__ import annotations
 
 import logging
+import os
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -29,6 +31,8 @@ from draftproof.models.cost import Cost
 from draftproof.runtime.graphs import Graphs
 
 log = logging.getLogger(__name__)
+
+_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 class DrafterSandbox(Drafter):
@@ -171,8 +175,11 @@ class DrafterSandbox(Drafter):
 
 
 def _places(error: Exception | None) -> str:
-    """The error's traceback without its message: reading that may run user code, and was done once already."""
+    """The error's traceback from the first frame outside this package on, without its message: reading that may run
+    user code, and was done once already."""
     if error is None:
         return ""
     origin = error.__cause__ or error
-    return "\n" + "".join(traceback.format_tb(origin.__traceback__)).rstrip()
+    frames = traceback.extract_tb(origin.__traceback__)
+    users = next((i for i, frame in enumerate(frames) if not frame.filename.startswith(_PACKAGE)), 0)
+    return "\n" + "".join(traceback.format_list(frames[users:])).rstrip()

@@ -124,8 +124,8 @@ def _plain_ids(proposal: object, num_requests: int, num_drafts: int) -> list[lis
 
 
 def _plain_id(token: Any) -> int:
-    if isinstance(token, bool):
-        raise TypeError("a draft is a bool, expected an integer")
+    if isinstance(token, bool) or not hasattr(token, "__index__"):
+        raise TypeError(f"a draft is of type {type(token).__name__}, expected an integer")
     plain = int(operator.index(token))
     return plain if -1 <= plain < 1 << 31 else -1  # -1 stands for any id outside every vocabulary
 

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from draftproof import assets
 from draftproof.models.gguf import convert as gguf
 from draftproof.schema import number, read_json, token_ids, whole
 from draftproof.types import SamplingParams
@@ -42,9 +43,10 @@ def resolve(
     if path.exists():
         raise ValueError(f"{field}={str(model)!r}: is a file; give the folder that holds it, or a .gguf file")
     if not _HUB_ID.fullmatch(str(model)):
-        raise ValueError(
-            f"{field}={str(model)!r}: no such directory; check the path (a hub id reads 'owner/name')"
-        )
+        advice = "check the path (a hub id reads 'owner/name')"
+        if (field, str(model)) == ("model", assets.TARGET):
+            advice = f"for the embedded model leave it out and set {assets.VARIABLE}={assets.TARGET}"
+        raise ValueError(f"{field}={str(model)!r}: no such directory; {advice}")
     from huggingface_hub import snapshot_download
 
     try:

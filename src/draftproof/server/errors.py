@@ -36,6 +36,7 @@ INNER_FIELDS = (
     "num_speculative_tokens",
     "method",
     "function",
+    "type",
     "name",
     "parameters",
 )  # fields of objects within a body

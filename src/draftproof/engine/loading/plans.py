@@ -14,7 +14,7 @@ from draftproof.drafters import registry, vllm_names
 from draftproof.drafters.context import DraftCheckpoint
 from draftproof.models.loading import resolve
 from draftproof.models.weights import WeightSource
-from draftproof.schema import shown
+from draftproof.schema import did_you_mean, shown
 
 _OF_CHECKPOINTS = (
     "quantization",
@@ -85,11 +85,7 @@ def draft_plans(settings: SpeculativeConfig, files: Files) -> list[DraftPlan]:
         checkpoint = in_target.read(files.target, files.weights(settings), files.overrides)
         return [_plan(checkpoint.method, checkpoint, settings, checkpoint.num_drafts)]
     if settings.model is None:
-        raise ValueError(
-            f"speculative_config: method={settings.method!r} without model: give the checkpoint's folder or hub id"
-            if settings.method
-            else "speculative_config: give 'method' (such as 'ngram') or 'model' (a draft checkpoint)"
-        )
+        raise _names_nothing(settings)
     checkpoint = detect.read(_folder(settings), files.weights(settings), settings.hf_overrides)
     if not vllm_names.accepts(settings.method, checkpoint.method):
         raise ValueError(
@@ -182,6 +178,19 @@ def _folder(settings: SpeculativeConfig) -> Path:
 def _is_target(settings: SpeculativeConfig, target: Path) -> bool:
     """Whether a drafter's `model` is the target's folder, which is the default."""
     return settings.model is None or _folder(settings).samefile(target)
+
+
+def _names_nothing(settings: SpeculativeConfig) -> ValueError:
+    """The error for settings without a checkpoint, of which a key may be a misspelt `method` or `model`."""
+    if settings.method is not None:
+        return ValueError(
+            f"speculative_config: method={settings.method!r} without model: give the checkpoint's folder or hub id"
+        )
+    for key in settings.options:
+        hint = did_you_mean(key, ("method", "model"))
+        if hint:
+            return ValueError(f"speculative_config: unknown key {key!r}: {hint}")
+    return ValueError("speculative_config: give 'method' (such as 'ngram') or 'model' (a draft checkpoint)")
 
 
 def _refuse_model(settings: SpeculativeConfig) -> None:
