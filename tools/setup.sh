@@ -37,12 +37,12 @@ if [ "$flavour" = gpu ]; then
 elif ! "$venv/bin/python" -c 'import torch' 2>/dev/null; then
     # PyPI's Linux build of torch carries CUDA (gigabytes), so ask the CPU index first, without waiting for it.
     # --no-deps: that index may not hold the right versions of torch's own requirements; the next step brings them.
-    echo "installing torch $torch (CPU build)"
+    echo "installing torch $torch (CPU build), which takes a minute or two"
     "${install[@]}" --no-deps --index-url https://download.pytorch.org/whl/cpu --retries 0 --timeout 10 \
         "torch==$torch" 2>/dev/null ||
         { echo "the CPU index is out of reach: taking torch $torch from PyPI" && "${install[@]}" "torch==$torch"; }
 fi
-echo "installing draftproof${extras:+ [$extras]}"
+echo "installing draftproof${extras:+ [$extras]} and what it needs"
 "${install[@]}" --editable ".${extras:+[$extras]}"
 # The library that trains heads, for its tests: 3 MB without its own requirements (313 MB), of which `train/library.py`
 # needs nothing that the tools for development do not bring.

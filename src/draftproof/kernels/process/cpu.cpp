@@ -1,4 +1,5 @@
 // Processing of logits before the filters, one row at a time. See reference.py for what it computes.
+#include <algorithm>
 #include <cstdlib>
 
 #include "runtime/common.h"
@@ -11,10 +12,15 @@ using dp::RowParams;
 
 constexpr int64_t NO_NUMBER = -1, NONE_LEFT = -2, HEADER = 4;
 
-// Rules out the ids that are not in the mask.
+// Rules out the ids that are not in the mask, 32 at a time: a branch for each id took longer than the rest of the row.
 void mask(float* row, int64_t width, const uint32_t* allowed) {
-    for (int64_t v = 0; v < width; v++) {
-        if (!(allowed[v / 32] >> (v % 32) & 1)) row[v] = -INFINITY;
+    for (int64_t first = 0; first < width; first += 32) {
+        uint32_t bits = allowed[first / 32];
+        if (bits == ~0u) continue;
+        int64_t size = std::min<int64_t>(32, width - first);
+        for (int64_t i = 0; i < size; i++) {
+            row[first + i] = bits >> i & 1 ? row[first + i] : -INFINITY;
+        }
     }
 }
 
