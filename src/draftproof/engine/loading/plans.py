@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from draftproof.checkpoints import detect, in_target
 from draftproof.config import ENGINE_WIDE, SpeculativeConfig
@@ -85,7 +85,7 @@ def draft_plans(settings: SpeculativeConfig, files: Files) -> list[DraftPlan]:
         checkpoint = in_target.read(files.target, files.weights(settings), files.overrides)
         return [_plan(checkpoint.method, checkpoint, settings, checkpoint.num_drafts)]
     if settings.model is None:
-        raise _names_nothing(settings)
+        _refuse_nothing(settings)
     checkpoint = detect.read(_folder(settings), files.weights(settings), settings.hf_overrides)
     if not vllm_names.accepts(settings.method, checkpoint.method):
         raise ValueError(
@@ -180,17 +180,17 @@ def _is_target(settings: SpeculativeConfig, target: Path) -> bool:
     return settings.model is None or _folder(settings).samefile(target)
 
 
-def _names_nothing(settings: SpeculativeConfig) -> ValueError:
-    """The error for settings without a checkpoint, of which a key may be a misspelt `method` or `model`."""
+def _refuse_nothing(settings: SpeculativeConfig) -> NoReturn:
+    """ValueError for settings without a checkpoint, of which a key may be a misspelt `method` or `model`."""
     if settings.method is not None:
-        return ValueError(
+        raise ValueError(
             f"speculative_config: method={settings.method!r} without model: give the checkpoint's folder or hub id"
         )
     for key in settings.options:
         hint = did_you_mean(key, ("method", "model"))
         if hint:
-            return ValueError(f"speculative_config: unknown key {key!r}: {hint}")
-    return ValueError("speculative_config: give 'method' (such as 'ngram') or 'model' (a draft checkpoint)")
+            raise ValueError(f"speculative_config: unknown key {key!r}: {hint}")
+    raise ValueError("speculative_config: give 'method' (such as 'ngram') or 'model' (a draft checkpoint)")
 
 
 def _refuse_model(settings: SpeculativeConfig) -> None:
