@@ -25,7 +25,7 @@ test: $(DEV_STAMP) lint ## install, lint, run all tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 	$(BIN)/python tools/processors.py --quick --pytest-args='$(PYTEST_ARGS)'
 
-check: $(DEV_STAMP) ## the tests that take seconds: under three minutes on two cores
+check: $(DEV_STAMP) ## the tests that take seconds: some ten minutes on two cores
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m 'not slow'
 
 test-processors: $(DEV_STAMP) ## equality and kernel tests as on other processors; PROCESSORS_ARGS=--slow: all of them
