@@ -178,7 +178,7 @@ class Raises(Recording):
         ("Arrays", ""),
         ("MeddlesWithTheDevice", ""),
         ("TooFew", "propose returned drafts for"),
-        ("Words", "'str' object"),
+        ("Words", "a draft is of type str"),
         ("Raises", "no idea"),
         ("Leaves", "SystemExit: 3"),
     ],
