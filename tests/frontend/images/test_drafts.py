@@ -7,7 +7,7 @@ Shapes: T rows, H hidden size, D head size, X whatever width a piece is given.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -241,6 +241,16 @@ def proposals(llm: LLM, prompt: Any) -> tuple[list[int], list[tuple[int, list[in
     return answer, found
 
 
+def drafted(
+    llm: LLM, model: Any, folder: Path, num_beyond: int
+) -> Iterator[tuple[list[int], States, list[tuple[int, list[int]]]]]:
+    """For each of three prompts: ids, transformers' states of them with `num_beyond` rows more, and the proposals."""
+    for given in (PROMPTS[1], PROMPTS[4], BARE):
+        known_ids, found = proposals(llm, given)
+        size = len(placed(model, folder, given)[0])
+        yield *states_of(model, folder, given, known_ids[size:] + [0] * num_beyond), found
+
+
 CASES = [
     *itertools.product(HEADS, ["embeddings"], ["own"], [2048, 7]),
     *itertools.product(HEADS, ["tokens"], ["own"], [2048]),
@@ -271,10 +281,7 @@ def test_drafts_are_those_of_a_head_computed_anew(
         LLM(str(folder), dtype="float32", speculative_config=config, max_num_batched_tokens=chunk) as llm,
         torch.no_grad(),
     ):
-        for number, given in enumerate((PROMPTS[1], PROMPTS[4], BARE)):
-            known_ids, found = proposals(llm, given)
-            size = len(placed(model, folder, given)[0])
-            ids, s = states_of(model, folder, given, known_ids[size:] + [0] * K)
+        for number, (ids, s, found) in enumerate(drafted(llm, model, folder, K)):
             if axes == "flat":
                 s = flat(s)
             if inputs == "tokens":
@@ -333,10 +340,7 @@ def test_blocks_are_those_of_a_head_computed_anew(
         LLM(str(folder), dtype="float32", speculative_config=config, max_num_batched_tokens=chunk) as llm,
         torch.no_grad(),
     ):
-        for number, given in enumerate((PROMPTS[1], PROMPTS[4], BARE)):
-            known_ids, found = proposals(llm, given)
-            size = len(placed(model, folder, given)[0])
-            ids, s = states_of(model, folder, given, known_ids[size:] + [0] * (K + 1))
+        for number, (ids, s, found) in enumerate(drafted(llm, model, folder, K + 1)):
             for known, drafts in found:
                 assert drafts == block_drafts(net, ids, s, known, len(drafts)), (number, known)
                 num_compared += len(drafts)
