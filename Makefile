@@ -10,7 +10,7 @@ RUN_STAMP := $(VENV)/.ready-run-$(FLAVOUR)
 DEV_STAMP := $(VENV)/.ready-dev-$(FLAVOUR)
 DEMO_STAMP := $(VENV)/.ready-demo-$(FLAVOUR)
 EXTRAS := $(if $(filter gpu,$(FLAVOUR)),gpu,)
-PYTEST_ARGS ?= -n 2
+PYTEST_ARGS ?= -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help venv dev demo check test test-processors wheel wheel-proof lint format bench clean

@@ -140,6 +140,7 @@ def test_time_in_the_queue_is_told() -> None:
 
 def test_the_times_of_a_step_add_up(server: Running) -> None:
     with server.http() as http:
+        http.post(TEXT, json={"prompt": REPEATS, "temperature": 0, "max_tokens": 16})
         text = http.get("/metrics").text
     names = ("step", "target", "draft", "waiting", "host")
     values = [float(re.search(rf"draftproof:{n}_seconds_total\{{.*\}} (\S+)", text)[1]) for n in names]  # type: ignore[index]
@@ -153,6 +154,6 @@ def test_the_dashboard_shows_what_there_is(server: Running) -> None:
     named = set(re.findall(r"\$\{prefix\}(\w+)", " ".join(asked)))
     assert len(named) > 20 and all("${prefix}" in expression for expression in asked)
     with server.http() as http:
-        http.post(TEXT, json={"prompt": "x", "max_tokens": 2})
+        http.post(TEXT, json={"prompt": REPEATS, "temperature": 0, "max_tokens": 16})
         exported = set(re.findall(r"^draftproof:(\w+)", http.get("/metrics").text, re.MULTILINE))
     assert named <= exported
