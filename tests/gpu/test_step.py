@@ -6,6 +6,7 @@ Whether the kernels do what torch does is checked in checks.py, too.
 from __future__ import annotations
 
 import dataclasses
+import gc
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from draftproof.kernels.step.reference import TORCH_STEP
 from draftproof.runtime import gpu
+from draftproof.runtime.graphs import capture
 from tests.gpu import step_cases
 from tests.gpu.step_cases import LAYOUTS, Case
 
@@ -84,3 +86,28 @@ def test_another_batch_compiles_nothing(cuda: torch.device) -> None:
         step = step_cases.make(dataclasses.replace(base, requests=requests, seed=requests))
         step_cases.run(ops, step.on(cuda), layout, 6)
     assert before and compiled() == before
+
+
+def test_a_graph_is_not_freed_while_another_is_captured(cuda: torch.device) -> None:
+    """Freeing one during a capture makes the capture fail, and Python frees cycles at any allocation."""
+    given, before = torch.zeros(4, device=cuda), gc.get_threshold()
+    gc.collect()
+    former: list[object] = [capture(lambda: given + 1)]
+    former.append(former)  # a cycle, as the objects of an engine that nobody closed
+    held = [former]
+    del former
+
+    def call() -> Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            held.clear()
+            gc.set_threshold(1)
+            _ = [[] for _ in range(100)]
+        return given + 2
+
+    try:
+        graph, result = capture(call)
+    finally:
+        gc.set_threshold(*before)
+    given += 1
+    graph.replay()
+    assert result.tolist() == [3.0] * 4

@@ -8,9 +8,11 @@ intact.
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, cast
 
@@ -293,9 +295,21 @@ def capture(call: Callable[[], T], pool: Any = None) -> tuple[torch.cuda.CUDAGra
         call()
     torch.cuda.current_stream().wait_stream(aside)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
+    with _uncollected(), torch.cuda.graph(graph, pool=pool):
         given = call()
     return graph, given
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Holds back Python's collector of cycles: freeing another engine's graph during a capture ends the capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @dataclass(slots=True)
