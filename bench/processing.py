@@ -63,6 +63,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--arm", default="", help="only arms of this name, and nobody")
+    parser.add_argument("--enforce-eager", action="store_true", help="no graphs, for comparison")
     parser.add_argument("--drafter", type=json.loads, help="a speculative_config as JSON")
     given = parser.parse_args()
     drafting = {"policy": "fixed", **given.drafter} if given.drafter else None
@@ -74,6 +75,7 @@ def main() -> None:
         max_num_seqs=given.batch,
         max_model_len=512,
         enable_prefix_caching=False,
+        enforce_eager=given.enforce_eager,
         speculative_config=drafting,
     ) as llm:
         prompts = [{"prompt_token_ids": [7 + i, 9, 11 + i, 13]} for i in range(given.batch)]

@@ -308,7 +308,7 @@ def main() -> int:
     names = [s.name for _, settings in ENGINES for s in settings]
     flags.add_argument("--settings", default=",".join(names), help=f"of {','.join(names)}; default: all")
     flags.add_argument("--eager-settings", help="the same for the mode without graphs, which is slow")
-    flags.add_argument("--jobs", type=int, default=1, help="stages at a time, each in a process of its own")
+    flags.add_argument("--jobs", type=int, default=1, help="number of processes that share the stages")
     given = flags.parse_args()
     if given.jobs > 1:
         return run_apart("tests.gpu.exactness", given.stages.split(","), given.jobs)

@@ -194,17 +194,17 @@ def test_prompts_are_all_different_and_of_many_lengths(prepared: Any, tmp_path: 
 
 
 def test_stages_apart_get_the_other_flags_and_are_counted(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    seen: list[list[str]] = []
-
-    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        seen.append(command[1:])
-        return subprocess.CompletedProcess(command, int("b" in command), stdout="said\n")
-
-    monkeypatch.setattr(subprocess, "run", run)
-    monkeypatch.setattr("sys.argv", ["script", "--models", "there", "--stages", "a,b", "--jobs", "2"])
-    assert settings.run_apart("some.module", ["a", "b"], 2) == 1
-    given = ["-m", "some.module", "--models", "there", "--stages", "a,b", "--jobs", "2"]
-    assert sorted(seen) == [[*given, "--stages", stage, "--jobs", "1"] for stage in "ab"]
-    assert capsys.readouterr().out == "said\nsaid\n1 of 2 stages passed, not b\n"
+    (tmp_path / "script.py").write_text(
+        "import sys\nprint(*sys.argv[1:])\nsys.exit(int('c' in sys.argv[-3]))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    given = ["--models", "there", "--stages", "a,b,c", "--jobs", "2"]
+    monkeypatch.setattr("sys.argv", ["script", *given])
+    assert settings.run_apart("script", ["a", "b", "c"], 2) == 1
+    *said, last = capsys.readouterr().out.splitlines()
+    assert sorted(said) == [
+        f"[{name}] {' '.join(given)} --stages {share} --jobs 1" for name, share in (("a", "a,b"), ("c", "c"))
+    ]
+    assert last == "1 of 2 processes passed, not all of c"
