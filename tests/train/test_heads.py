@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import multiprocessing
+import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +99,38 @@ def test_a_killed_training_goes_on_to_the_same_head(
     logged = [json.loads(line)["step"] for line in (broken.folder / loop.LOG).read_text().splitlines()]
     assert logged == [2, 4, 6, 6]  # step 6 is repeated
     assert whole.keys() == resumed.keys()
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def dies_while_writing(folder: Path, data: Path) -> None:
+    """Train, in a process of its own, until half of a second checkpoint is written; then kill -9."""
+    real, calls = loop.save_file, []
+
+    def save(tensors: Any, path: Path, **more: Any) -> None:
+        real(tensors, path, **more)
+        calls.append(path)
+        if len(calls) == 2:
+            os.truncate(path, path.stat().st_size // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    loop.save_file = save
+    trained(make_training(folder, data, "eagle3"))
+
+
+@pytest.mark.slow
+def test_a_training_that_the_system_kills_goes_on_to_the_same_head(data_folder: Path, tmp_path: Path) -> None:
+    whole = trained(make_training(tmp_path / "whole", data_folder, "eagle3"))
+    broken = tmp_path / "broken"
+    child = multiprocessing.get_context("spawn").Process(
+        target=dies_while_writing, args=(broken, data_folder)
+    )
+    child.start()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL and not (broken / "model.safetensors").exists()
+    steps: list[int] = []
+    resumed = trained(make_training(broken, data_folder, "eagle3"), lambda step, *_: steps.append(step))
+    assert steps == [6]
+    assert json.loads((broken / loop.LOG).read_text().splitlines()[0])["step"] == 2
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
