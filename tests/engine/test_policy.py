@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Mapping
 from typing import Any
@@ -123,6 +124,19 @@ def test_each_class_of_requests_gets_its_own_number() -> None:
     )
 
 
+@pytest.mark.parametrize(("good", "bad"), [(8, -12), (6, 0), (3, -3)])
+def test_no_division_among_two_kinds_of_requests_is_faster(good: int, bad: int) -> None:
+    its, each = policy(0.6, row=0.1, step=0.0), 4
+    alive = {odds: its.acceptance.survival(odds) for odds in (good, bad)}
+    speeds = []
+    for k_good, k_bad in itertools.product(LEVELS, LEVELS):
+        tokens = each * (2 + sum(alive[good][:k_good]) + sum(alive[bad][:k_bad]))
+        rows = each * (2 + k_good + k_bad)
+        speeds.append(tokens / its.costs.step(2 * each, rows, max(k_good, k_bad)))
+    choice = its.best({RequestClass(odds, SHARES): each for odds in (good, bad)})
+    assert choice.speed == pytest.approx(max(speeds), rel=0.01)
+
+
 def test_requests_that_cannot_draft_count_as_rows() -> None:
     its = policy(0.6, row=0.2, step=0.01)
     alone, beside = (its.best({its.acceptance.unknown: 1}, num_others=n) for n in (0, 20))
@@ -228,6 +242,13 @@ def test_the_share_of_rounds_with_drafts_is_each_requests_own() -> None:
         seldom.record.fade()
         its.acceptance.fade()
     assert its.acceptance.class_of(seldom.record).share == SHARES, "what was long ago says nothing"
+
+
+@pytest.mark.parametrize("buckets", [(), (1,)])
+def test_rounds_without_drafts_bring_no_tokens(buckets: tuple[int, ...]) -> None:
+    its = policy(0.95, row=0.001, step=0.001, buckets=buckets)
+    seldom, always = (its.best({RequestClass(0, share): 1}) for share in (SHARES // 2, SHARES))
+    assert seldom.num_drafts and seldom.tokens - 1 == pytest.approx((always.tokens - 1) / 2)
 
 
 def test_a_choice_holds_for_few_rounds_and_for_its_requests_only() -> None:

@@ -252,8 +252,8 @@ class AutoPolicy:
         if best is None:
             return None
         chosen: dict[RequestClass, int] = {}
-        for part in parts[: best[0]]:
-            chosen[part.its_class] = max(part.level, chosen.get(part.its_class, 0))
+        for part in parts[: best[0]]:  # a class's higher levels are later
+            chosen[part.its_class] = part.level
         return Choice(chosen, best[1], best[2])
 
     def _parts(self, counts: Iterable[RequestClass]) -> list[Part]:
