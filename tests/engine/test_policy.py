@@ -381,6 +381,13 @@ def test_a_request_differs_from_the_pool_by_its_odds() -> None:
     assert good.odds == 0, "what was long ago says nothing"
 
 
+def test_odds_multiply_those_of_the_pool_at_each_position() -> None:
+    """Odds of 3 to 2 in the pool (0.6) are 3 to 1 (0.75) for a request with twice the odds, 3 to 4 with half."""
+    pool = Acceptance(2, expected=0.6)
+    assert pool.survival(2) == pytest.approx([0.75, 0.75**2])
+    assert pool.survival(-2) == pytest.approx([3 / 7, (3 / 7) ** 2])
+
+
 def test_one_trial_moves_an_expectation_by_its_share() -> None:
     acceptance = Acceptance(1, expected=0.6)
     acceptance.count(AcceptanceRecord(), 1, 0)
