@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
-import itertools
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -154,57 +151,3 @@ def test_workers_round_as_their_caller_does(product: LinearFn) -> None:
         assert not small.any() and kept.any()
     finally:
         torch.set_flush_denormal(False)
-
-
-def runs(library: native.Library, told: Callable[[int], tuple[float, float]], number: int) -> list[int]:
-    """How many threads each of `number` runs leaves out, given (seconds, share of waiting) of either way."""
-    dll, kept, found = ctypes.CDLL(str(library.path)), native.Runs(), []
-    dll.dp_leave_out.restype = ctypes.c_int64
-    dll.dp_note_run.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_double, ctypes.c_double]
-    for _ in range(number):
-        left_out = dll.dp_leave_out(ctypes.byref(kept))
-        seconds, waited = told(left_out)
-        dll.dp_note_run(ctypes.byref(kept), left_out, seconds, waited * seconds)
-        found.append(left_out)
-    return found
-
-
-@pytest.mark.parametrize(
-    ("ways", "least", "most"),
-    [
-        (((1.0, 0.0), (0.1, 0.0)), 0.0, 0.0),  # nobody disturbs: nothing is tried, however good it would be
-        (((1.0, 0.5), (0.7, 0.0)), 0.9, 0.95),  # fewer are faster: one run in sixteen looks at the other way
-        (((1.0, 0.5), (1.6, 0.0)), 0.05, 0.1),
-    ],
-)
-def test_a_thread_is_left_out_where_others_disturb_and_it_is_faster(
-    library: native.Library, ways: tuple[tuple[float, float], ...], least: float, most: float
-) -> None:
-    found = runs(library, lambda left_out: ways[left_out], 1000)
-    assert least <= sum(found) / len(found) <= most
-
-
-def test_all_threads_come_back_when_nobody_disturbs_any_more(library: native.Library) -> None:
-    number = itertools.count()
-
-    def told(left_out: int) -> tuple[float, float]:
-        disturbed = next(number) < 200
-        return (0.7, 0.0) if left_out else (1.0, 0.5) if disturbed else (0.6, 0.0)
-
-    found = runs(library, told, 2000)
-    assert sum(found[:200]) > 150 and not any(found[-500:])
-
-
-def test_a_program_has_the_same_bits_with_a_thread_left_out(
-    library: native.Library, product: LinearFn
-) -> None:
-    given = rows()
-    with threads(2), library.record() as recorder:
-        result = product(given)
-    program, expected = recorder.program(), result.clone()
-    for _ in range(20):
-        program.runs.waited, program.runs.number = 1.0, 0  # the next run leaves one out
-        result.zero_()
-        program()
-        assert torch.equal(result, expected) and program.runs.number == 1
-    assert program.runs.seconds[1] > 0 == program.runs.seconds[0]

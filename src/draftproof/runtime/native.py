@@ -17,7 +17,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -136,16 +136,6 @@ class Recorder:
         self.outputs += program.outputs
 
 
-class Runs(ctypes.Structure):
-    """What is known of a program's runs so far: `Runs` in replay.cpp."""
-
-    _fields_: ClassVar = [
-        ("waited", ctypes.c_double),
-        ("seconds", ctypes.c_double * 2),
-        ("number", ctypes.c_int64),
-    ]
-
-
 class Program:
     """A recorded list of calls on fixed buffers; calling it runs them all."""
 
@@ -154,16 +144,15 @@ class Program:
         self.outputs = outputs  # kept alive, since calls write to them
         self._dll = dll
         self._replay = dll.dp_replay
-        self._replay.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
+        self._replay.argtypes = [ctypes.c_void_p, ctypes.c_int64]
         self._replay.restype = None
-        self.runs = Runs()
         # c_char_p keeps a pointer into the bytes object itself, which `calls` keeps alive
         at = [ctypes.cast(ctypes.c_char_p(args), ctypes.c_void_p).value for _, _, args in calls]
         pairs = [x for (_, address, _), where in zip(calls, at, strict=True) for x in (address, where)]
         self._table = (ctypes.c_void_p * len(pairs))(*pairs)
 
     def __call__(self) -> None:
-        self._replay(self._table, len(self.calls), ctypes.byref(self.runs))
+        self._replay(self._table, len(self.calls))
 
     def part(self, names: Sequence[str]) -> Program:
         """A program of only the calls of the named C functions, for measurements."""

@@ -25,10 +25,6 @@
 #endif
 
 namespace dp {
-
-thread_local int64_t left_out = 0;
-thread_local double waited = 0;
-
 namespace {
 
 constexpr int64_t MOST_WORKERS = 255;
@@ -68,8 +64,8 @@ inline void set_rounding(uint32_t mode) {
 class Pool {
   public:
     void run(int64_t members, int64_t count, Block block, void* body) {
-        members = std::min(members, MOST_WORKERS + 1) - left_out;
-        if (members <= 1 || !used_.try_lock()) {
+        members = std::min(members, MOST_WORKERS + 1);
+        if (!used_.try_lock()) {
             for (int64_t i = 0; i < count; i++) block(body, i);
             return;
         }
@@ -132,7 +128,6 @@ class Pool {
             waiting_.store(true);
             done_.wait(lock, [&] { return finished_.load() == count; });
             waiting_.store(false);
-            waited += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
         }
     }
 

@@ -19,11 +19,6 @@ typedef void (*Block)(void* body, int64_t index);
 // Calls block(body, i) for each i in [0, count), on at most `members` threads, the caller among them.
 void run_blocks(int64_t members, int64_t count, Block block, void* body);
 
-// Number of threads that this thread's loops leave out.
-extern thread_local int64_t left_out;
-// Seconds that this thread's loops have waited for threads that were not scheduled, since it last set this to 0.
-extern thread_local double waited;
-
 // body(i) for each i in [0, count); each is a block, so it should take some microseconds.
 template <class Body>
 inline void parallel(int64_t members, int64_t count, Body&& body) {
