@@ -1,7 +1,7 @@
 """Slowdown of decoding requests by concurrent prefill: mixed steps captured or recorded, and eager.
 
     PYTHONPATH=src:. python bench/mixed.py --device cuda --shape 8b --budgets 256,512,2048
-    PYTHONPATH=src:. python bench/mixed.py --device cpu --model tiny --drafter '{"model": "EAGLE3 HEAD"}' --batch 4 --prompt 64
+    PYTHONPATH=src:. python bench/mixed.py --device cpu --model tiny --drafter '{"model": "EAGLE3 HEAD"}' --batch 4
 
 --batch requests decode while one prompt is being computed and the next one waits, so that every step has rows of
 prompts. A budget is the maximum of rows in a step (`max_num_batched_tokens`). Plain decoding and a drafter take turns,
