@@ -102,8 +102,9 @@ def test_a_killed_training_goes_on_to_the_same_head(
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
-def dies_while_writing(folder: Path, data: Path) -> None:
+def dies_while_writing(folder: Path, data: Path, num_threads: int) -> None:
     """Train, in a process of its own, until half of a second checkpoint is written; then kill -9."""
+    torch.set_num_threads(num_threads)  # which torch's bits depend on
     real, calls = loop.save_file, []
 
     def save(tensors: Any, path: Path, **more: Any) -> None:
@@ -122,7 +123,7 @@ def test_a_training_that_the_system_kills_goes_on_to_the_same_head(data_folder: 
     whole = trained(make_training(tmp_path / "whole", data_folder, "eagle3"))
     broken = tmp_path / "broken"
     child = multiprocessing.get_context("spawn").Process(
-        target=dies_while_writing, args=(broken, data_folder)
+        target=dies_while_writing, args=(broken, data_folder, torch.get_num_threads())
     )
     child.start()
     child.join()
