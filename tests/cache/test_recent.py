@@ -62,3 +62,23 @@ def test_what_is_kept_are_the_last_permanent_rows() -> None:
             texts[slot] += tokens[starts[r] : starts[r] + live[r]]
             length[slot] += live[r]
     assert skipped > 20 and checked > 300
+
+
+def test_a_pass_that_wrote_nothing_changes_nothing() -> None:
+    """The rows of the pass before are not kept a second time."""
+    recent = RecentRows(SlotRows(count=EACH, size=SIZE), SLOTS, torch.float32, CPU)
+
+    def rows(first: int, tokens: list[int]) -> PassOfRows:
+        return PassOfRows(
+            slots_R=torch.tensor([1]),
+            query_start_loc_R1=torch.tensor([0, len(tokens)]),
+            first_R=torch.tensor([first]),
+            live_R=torch.tensor([len(tokens)]),
+            tokens_T=torch.tensor(tokens),
+        )
+
+    recent.write(rows(0, [5, 6]), torch.tensor([vector(5), vector(6)]))
+    recent.commit(rows(0, [5, 6]))
+    recent.commit(rows(2, [7, 8]))
+    assert recent.known(rows(2, [7])).tolist() == [2]
+    assert recent.vectors_SEH[1].tolist() == [vector(5), vector(6)]
