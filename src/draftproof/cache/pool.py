@@ -15,6 +15,7 @@ from torch import Tensor
 
 from draftproof.cache.states import LayerState, StateSpec
 from draftproof.runtime.room import untouched_zeros
+from draftproof.runtime.threads import threads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,11 +75,15 @@ class PagedCache:
         return PagedCache(layers, pairs[self.block_table_SB.data_ptr()][1], self.states), list(pairs.values())
 
     def zero(self, blocks: Tensor) -> None:
-        """Clear `blocks` (int64 ids) in every layer, so that draft layers never see a previous owner's keys."""
-        for layer in self.layers:
-            layer.k.index_fill_(0, blocks, 0)
-            if layer.v is not layer.k:
-                layer.v.index_fill_(0, blocks, 0)
+        """Clear `blocks` (int64 ids) in every layer, so that draft layers never see a previous owner's keys.
+
+        On one thread: torch's others would spin for milliseconds afterwards, and take a core from the pass that follows.
+        """
+        with threads(1):
+            for layer in self.layers:
+                layer.k.index_fill_(0, blocks, 0)
+                if layer.v is not layer.k:
+                    layer.v.index_fill_(0, blocks, 0)
 
 
 Layout = Callable[

@@ -64,7 +64,8 @@ class StepMeter:
             return self._measured(scheduled, Pass(shape, state.load(scheduled, shape)))
         finally:
             state.slots.computed_S[slots] = 0
-            state.block_tables_GSB[:, slots] = 0
+            if size.context:
+                self._forget(slots)
 
     def _measured(self, scheduled: Sequence[ScheduledRequest], given: Pass) -> tuple[float, float]:
         runner, shape = self._runner, given.shape
@@ -84,11 +85,18 @@ class StepMeter:
     def _widened(self, shape: BatchShape) -> BatchShape:
         return self._runner.shapes.widened(shape, is_recorded=self._runner.graphs is not EAGER)
 
+    # Slot by slot: on a CPU a large operator of torch wakes threads of torch's, which spin for milliseconds afterwards and
+    # would take a core from the pass that is measured.
     def _spread(self, slots: Sequence[int]) -> None:
         """Point every page of these slots at a block of the empty cache; blocks are reused if there are too few."""
         for layer in (*self._runner.cache.layers, *self._runner.draft_cache.layers):
             table_SB = layer.block_table_SB
-            device, num_pages, num_blocks = table_SB.device, table_SB.shape[1], max(1, len(layer.k) - 1)
-            slot_R1 = torch.arange(len(slots), device=device)[:, None]
-            page_B = torch.arange(num_pages, device=device)
-            table_SB[slots] = ((page_B * len(slots) + slot_R1) % num_blocks + 1).int()
+            num_pages, num_blocks = table_SB.shape[1], max(1, len(layer.k) - 1)
+            page_B = torch.arange(num_pages, device=table_SB.device)
+            for place, slot in enumerate(slots):
+                table_SB[slot] = ((page_B * len(slots) + place) % num_blocks + 1).int()
+
+    def _forget(self, slots: Sequence[int]) -> None:
+        """Empty the block tables of these slots."""
+        for slot in slots:
+            self._runner.state.block_tables_GSB[:, slot] = 0

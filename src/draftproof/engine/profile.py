@@ -28,7 +28,7 @@ MOST_ROWS = 256  # rows of the largest measured size where steps are not capture
 EACH_CONTEXT, LEAST_CONTEXT = 256, 1024
 CONTEXT_REQUESTS = (4, 16, 64)  # numbers of requests that are also measured with context
 MOST_SPREAD = 1.3  # with a larger `StepCosts.spread` other programs have disturbed the profile
-VERSION = 3  # of what is measured: profiles of other versions are not used
+VERSION = 4  # of what is measured: profiles of other versions are not used
 LEVELS = (1, 2, 3, 5, 8, 12, 16, 24, 32, 48, 64)
 CAPTURED_LEVELS = (1, 3, 5, 8, 16, 32, 64)  # fewer, since each is a graph for every number of requests
 
