@@ -31,7 +31,9 @@ from draftproof.engine.drafting import PLAIN_EVERY
 from draftproof.engine.policy import (
     ALLOWANCE,
     INCOME,
+    MOST_KEPT,
     MOST_SAVED,
+    MOST_WAITING,
     ROUNDS_KEPT,
     STAKE,
     TOLD_KEPT,
@@ -282,6 +284,105 @@ def test_a_choice_with_drafts_ends_when_the_savings_do() -> None:
     its.savings = 0.5
     its.finished(StepOutcome(1, 9, 8, 1, 0, 1.6, 0.0))
     assert its.choose([one], 0) == [0]
+
+
+def test_the_same_choice_again_is_kept_for_longer_where_choosing_takes_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Up to a limit, and only for the same requests."""
+    now = itertools.count(0, 1000)
+    monkeypatch.setattr("draftproof.engine.policy.time.perf_counter", lambda: next(now))
+    its, one, other = policy(0.9, row=0.005, step=0.01), request(4), request(4, 1)
+    its.savings = MOST_SAVED
+    lengths = []
+    for _ in range(6):
+        its.choose([one], 0)
+        kept, length = its._kept, 1
+        while not kept.is_over:
+            its.choose([one], 0)
+            length += 1
+        assert its._kept is kept
+        lengths.append(length)
+    assert lengths == [ROUNDS_KEPT * n for n in (1, 2, 4, MOST_KEPT, MOST_KEPT, MOST_KEPT)]
+    its.choose([other], 0)
+    assert its._kept.longer == 1
+
+
+def test_a_choice_that_takes_no_time_is_not_kept_for_longer() -> None:
+    its, one = policy(0.9, row=0.005, step=0.01), request(4)  # a step takes a second
+    for _ in range(5 * ROUNDS_KEPT):
+        its.choose([one], 0)
+        assert its._kept.longer == 1
+
+
+@pytest.mark.parametrize("savings", [ALLOWANCE, MOST_SAVED])
+def test_reports_wait_for_the_next_choice_if_the_savings_last_until_then(savings: float) -> None:
+    its, one = policy(0.9, row=0.005, step=0.01), request(4)
+    its.savings = savings
+    its.choose([one], 0)
+    before = its.acceptance.accepted.estimates[0]
+    its.verified(one, 8, 0)
+    its.finished(StepOutcome(1, 9, 8, 1, 0, 1.1, 0.0))
+    waits = its.acceptance.accepted.estimates[0] == before and its.savings == savings
+    assert waits == (savings == MOST_SAVED)
+    for _ in range(ROUNDS_KEPT):
+        its.choose([one], 0)
+    assert its.acceptance.accepted.estimates[0] < before and its.savings < savings
+
+
+@pytest.mark.parametrize("ask", ["will_draft", "predict"])
+def test_questions_are_answered_by_all_reports(ask: str) -> None:
+    its, one = policy(0.9, row=0.05, step=0.1), request(4)
+    its.savings = MOST_SAVED
+    its.choose([one], 0)
+    for _ in range(50):
+        its.verified(one, 8, 0)
+    assert its.predict(1).num_drafts == 0 if ask == "predict" else not its.will_draft(one, 0)
+
+
+def test_few_reports_wait_while_nothing_is_chosen() -> None:
+    its, one = policy(0.9, row=0.005, step=0.01), request(4)
+    its.savings = MOST_SAVED
+    its.choose([one], 0)
+    for _ in range(5 * MOST_WAITING):
+        its.finished(plain_step(1.0))
+        assert not its.choose([], 1)
+    assert len(its._reports) < MOST_WAITING and its._context == 0
+
+
+@pytest.mark.parametrize("buckets", [(), (1,)])
+def test_a_step_with_many_drafts_may_risk_less(buckets: tuple[int, ...]) -> None:
+    its, one = policy(0.95, row=0.0, step=0.2, buckets=buckets), request(4)
+    its.savings = 0.4 / STAKE  # a step may take 0.4 longer with one draft, 0.17 with more
+    assert its.choose([one], 0) == [1]
+    its.savings = 10.0
+    assert policy(0.95, row=0.0, step=0.2, buckets=buckets).choose([one], 0)[0] > 1
+
+
+def test_a_step_in_which_nobody_has_drafts_is_as_short_as_a_plain_one() -> None:
+    """One request with drafts in a quarter of its rounds: its steps have one row or all, never the mean's rows."""
+    its = policy(0.9, row=0.3, step=0.0, levels=(0, 5))
+    choice = its.best({RequestClass(0, SHARES // 4): 1})
+    without, drafted = its.costs.step(1, 1, 5), its.costs.step(1, 6, 5)
+    assert choice.num_drafts and choice.seconds == pytest.approx(0.75 * without + 0.25 * drafted)
+    many = its.best({RequestClass(0, SHARES // 4): 64})
+    if many.num_drafts:
+        assert many.seconds == pytest.approx(its.costs.step(64, 64 + 80, 5), rel=1e-3)
+
+
+def test_what_is_learnt_of_asking_in_vain_is_not_taken_for_verifying() -> None:
+    """A drafter on the host that has no drafts costs hardly anything; verifying takes twice what the profile says."""
+    its = costs()
+    for _ in range(100):
+        its.observe(plain_step(its.target.at(1)))
+        its.observe(StepOutcome(1, 1, 5, 1, 0, its.target.at(1), 0.0))
+        its.observe(StepOutcome(1, 6, 5, 3, 0, 2 * (its.target.at(6) + 0.25), 0.0))
+    assert its.step(1, 1, 5) == pytest.approx(its.plain(1), rel=0.05)
+    assert its.step(1, 6, 5) == pytest.approx(2 * (its.target.at(6) + 0.25), rel=0.05)
+    ragged = its.ragged(1, 0)
+    assert ragged(1, 5) == pytest.approx(its.step(1, 1, 5)) and ragged(6, 5) == pytest.approx(
+        its.step(1, 6, 5)
+    )
 
 
 def test_a_choice_is_for_as_many_others() -> None:

@@ -77,7 +77,7 @@ class PagedCache:
     def zero(self, blocks: Tensor) -> None:
         """Clear `blocks` (int64 ids) in every layer, so that draft layers never see a previous owner's keys.
 
-        On one thread: torch's others would spin for milliseconds afterwards, and take a core from the pass that follows.
+        On one thread: torch's others would spin for milliseconds afterwards and take a core from the next pass.
         """
         with threads(1):
             for layer in self.layers:

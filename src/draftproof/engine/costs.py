@@ -171,12 +171,14 @@ class StepCosts:
     def ragged(self, num_requests: int, context: int) -> Callable[[int, int], float]:
         """`step` as a function of rows and drafts (not 0), where steps are not padded to buckets. Faster than `step`:
         what does not depend on the two is looked up once."""
-        times = self._times(self._kind(num_requests, num_requests + 1, 1))
+        times_drafted = self._times(self._kind(num_requests, num_requests + 1, 1))
+        times_asked = self._times(self._kind(num_requests, num_requests, 1))
         fixed = self.host_seconds + self.context.look_up(context)
         each_row = self.context_row_seconds * context / num_requests
 
         def step(num_rows: int, num_drafts: int) -> float:
             keys = each_row * (num_rows - num_requests)
+            times = times_drafted if num_rows > num_requests else times_asked
             return times * (fixed + keys + self._passes(num_requests, num_rows, num_drafts))
 
         return step
@@ -206,11 +208,12 @@ class StepCosts:
 
     def _kind(self, num_requests: int, num_rows: int, num_drafts: int) -> tuple[int, int]:
         """(steps that share a `Pace`, kind within it; kind 0: steps without drafts). With padding to buckets each
-        captured size has its own; else requests are grouped as 1, 2 to 3, 4 to 7, ..., and all steps with drafts are
-        one kind."""
+        captured size has its own; else requests are grouped as 1, 2 to 3, 4 to 7, ..., and there are two kinds more:
+        with drafts to verify, and with drafts that were only asked for (a drafter on the host often has none, which
+        takes hardly any time)."""
         if self.is_padded:
             return num_requests, num_drafts
-        return num_requests.bit_length(), int(num_rows > num_requests or num_drafts > 0)
+        return num_requests.bit_length(), 1 if num_rows > num_requests else 2 if num_drafts else 0
 
     def _times(self, kind: tuple[int, int]) -> float:
         """Factor by which steps of this kind now take longer than in the profile."""

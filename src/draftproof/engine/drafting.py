@@ -7,11 +7,9 @@ from collections.abc import Sequence
 
 from draftproof.engine.in_flight import InFlightStep
 from draftproof.engine.interface import RowResult, Runner
-from draftproof.engine.policy import Policy
+from draftproof.engine.policy import PLAIN_EVERY, Policy
 from draftproof.engine.progress import Progress
 from draftproof.engine.scheduler import PlannedRows, Scheduler
-
-PLAIN_EVERY = 8  # steps without drafts are alike, so only one in this many is reported to the policy
 
 
 class Drafting:

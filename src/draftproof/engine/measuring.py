@@ -85,7 +85,7 @@ class StepMeter:
     def _widened(self, shape: BatchShape) -> BatchShape:
         return self._runner.shapes.widened(shape, is_recorded=self._runner.graphs is not EAGER)
 
-    # Slot by slot: on a CPU a large operator of torch wakes threads of torch's, which spin for milliseconds afterwards and
+    # Slot by slot: on a CPU a large operator of torch wakes torch's threads, which spin for milliseconds afterwards and
     # would take a core from the pass that is measured.
     def _spread(self, slots: Sequence[int]) -> None:
         """Point every page of these slots at a block of the empty cache; blocks are reused if there are too few."""

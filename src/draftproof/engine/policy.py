@@ -6,11 +6,12 @@ Letters: R requests that decode in a pass, k drafts of one request, K the maximu
 from __future__ import annotations
 
 import operator
+import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from draftproof.engine.acceptance import SHARES, Acceptance, RequestClass
 from draftproof.engine.costs import StepCosts, StepOutcome
@@ -19,16 +20,22 @@ from draftproof.metrics import Prediction
 
 # least predicted speed-up for which drafts are made: predictions are off by a few per cent
 WORTH_IT = 1.03
-# What exploring may lose, in plain steps: the budget at the start, what each reported step without drafts (one in
-# eight) adds to it, its maximum, and the part of it that one step may risk.
+# What exploring may lose, in plain steps: the budget at the start, what each reported step without drafts adds to it,
+# its maximum, and the part of it that one step may risk: with the fewest drafts, and with more. Many steps with few
+# drafts tell more than one with many.
 ALLOWANCE = 2.5
 INCOME = 0.08
 MOST_SAVED = 30.0
-STAKE = 0.6
-# For how long a choice is kept, since making one takes the host as long as a small model's layer: steps, if it has
-# drafts and drafting has not lost time of late; and reported steps, for a choice without drafts.
-ROUNDS_KEPT = 4
-TOLD_KEPT = 3
+STAKE, STAKE_ON_MANY = 0.6, 0.25
+# For how long a choice is kept, since making one takes the host as long as a layer or two of a small model. With
+# drafts, while the savings allow it: `ROUNDS_KEPT` steps. Without drafts: `TOLD_KEPT` reported steps, of which there is
+# one in `PLAIN_EVERY`, since they are alike. Twice as long as the choice before it if that was the same, up to
+# `MOST_KEPT` times as long as a first one, or until choosing takes less than `CHOOSING_SHARE` of the time.
+ROUNDS_KEPT, TOLD_KEPT = 4, 3
+PLAIN_EVERY = 8
+MOST_KEPT = 8
+CHOOSING_SHARE = 0.02
+MOST_WAITING = 256  # reports that wait to be taken in, at most: nothing is chosen while no request can draft
 MOST_TOKENS = 256  # output length that a new request is expected to have at most: limits are seldom reached
 
 
@@ -116,21 +123,40 @@ class Part(NamedTuple):
 
 @dataclass(slots=True)
 class Kept:
-    """A choice that is kept for some steps: the requests it was made for, and the drafts of each."""
+    """A choice that is kept for some steps: the requests it was made for, and the drafts of each. `longer`: how many
+    times as long it is kept as a first choice. `risk`: what a step loses without an accepted draft, in plain steps.
+    `may_wait`: whether reports of its steps are taken in only afterwards, since the savings last until then whatever
+    the reports say."""
 
     asked: list[Progress]
     num_others: int
     num_drafts: list[int]
     choice: Choice
+    longer: int
+    risk: float
+    may_wait: bool
     num_steps: int = 0
     num_told: int = 0  # steps reported by `finished`
+    is_over: bool = False
 
-    def holds_for(self, asked: list[Progress], num_others: int) -> bool:
-        """Whether it is for these requests and not too old. Compares identities: it is called before each step."""
-        if self.choice.num_drafts and self.num_steps >= ROUNDS_KEPT:
-            return False
+    def is_for(self, asked: list[Progress], num_others: int) -> bool:
+        """Whether these are its requests. Compares identities: it is called before each step."""
         alike = len(asked) == len(self.asked) and all(map(operator.is_, asked, self.asked))
         return alike and num_others == self.num_others
+
+    def count_step(self) -> None:
+        """Count a step that it was used for."""
+        self.num_steps += 1
+        if self.choice.num_drafts and self.num_steps >= ROUNDS_KEPT * self.longer:
+            self.is_over = True
+
+    def count_told(self, savings: float) -> None:
+        """Count a reported step, after which there are these savings."""
+        self.num_told += 1
+        if not self.choice.num_drafts:
+            self.is_over = self.num_told >= TOLD_KEPT * self.longer
+        elif not self.may_wait and STAKE * savings < self.risk:
+            self.is_over = True
 
 
 @dataclass(slots=True)
@@ -141,6 +167,9 @@ class AutoPolicy:
     batch (DSpark, algorithm 1); else every request gets the same number. The loss against plain decoding is bounded:
     `savings`, in plain steps, fall by what steps with drafts lose and rise by what they gain, and limit what the next
     step may risk.
+
+    Reports are taken in together where they can wait: between two steps a model's weights pass through the caches, so
+    the first computation after a step takes several times as long as those that follow it.
     """
 
     costs: StepCosts
@@ -148,24 +177,51 @@ class AutoPolicy:
     savings: float = ALLOWANCE
     _context: int = 0  # tokens of all requests, in the last step
     _kept: Kept | None = None
+    _reports: list[tuple[Callable[..., None], Any]] = field(
+        default_factory=list
+    )  # to be taken in: method, arguments
+    _choosing_seconds: float = 0.0  # of the last choice, with the reports before it
 
     def choose(self, asked: list[Progress], num_others: int) -> list[int]:
         if not asked:
             return []
         kept = self._kept
-        if kept is None or not kept.holds_for(asked, num_others):
+        if kept is None or kept.is_over or not kept.is_for(asked, num_others):
+            start = time.perf_counter()
+            before = self._kept
             self._let_go()
-            kept = self._kept = self._choice_for(asked, num_others)
-        kept.num_steps += 1
+            kept = self._kept = self._choice_for(asked, num_others, before)
+            self._choosing_seconds = time.perf_counter() - start
+        kept.count_step()
         return kept.num_drafts
 
-    def _choice_for(self, asked: list[Progress], num_others: int) -> Kept:
+    def _choice_for(self, asked: list[Progress], num_others: int, before: Kept | None) -> Kept:
         classes = [self.acceptance.class_of(request.record) for request in asked]
         choice = self.best(Counter(classes), num_others, self._context, STAKE * self.savings)
-        return Kept(asked, num_others, [choice.num_drafts.get(its_class, 0) for its_class in classes], choice)
+        num_drafts = [choice.num_drafts.get(its_class, 0) for its_class in classes]
+        longer, num_steps = 1, ROUNDS_KEPT if choice.num_drafts else TOLD_KEPT * PLAIN_EVERY
+        if before is not None and before.is_for(asked, num_others) and before.num_drafts == num_drafts:
+            enough = self._choosing_seconds / (CHOOSING_SHARE * choice.seconds)
+            longer = max(1, min(2 * before.longer, round(enough / num_steps), MOST_KEPT))
+        risk = choice.seconds / self.costs.plain(len(asked) + num_others, self._context) - 1.0
+        may_wait = bool(choice.num_drafts) and self.savings - longer * num_steps * risk >= ALLOWANCE
+        return Kept(asked, num_others, num_drafts, choice, longer, risk, may_wait)
+
+    def _report(self, take: Callable[..., None], *given: Any) -> None:
+        """Note what `take(*given)` takes in, now or later."""
+        self._reports.append((take, given))
+        if self._kept is None or not self._kept.may_wait or len(self._reports) >= MOST_WAITING:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Take in all reports."""
+        reports, self._reports = self._reports, []
+        for take, given in reports:
+            take(*given)
 
     def _let_go(self) -> None:
-        """Drop the kept choice. What is known of requests that got no drafts under it fades."""
+        """Take in all reports and drop the kept choice. What is known of requests that got no drafts under it fades."""
+        self._settle()
         kept, self._kept = self._kept, None
         if kept is None:
             return
@@ -183,6 +239,7 @@ class AutoPolicy:
         return (all_rows - fewest) / max(1, num_requests * most) * choice.speed
 
     def will_draft(self, request: Progress, num_others: int, num_lost: int = 0) -> bool:
+        self._settle()
         num_requests = 1 + num_others  # all assumed to be like this one
         choice = self.best(
             {self.acceptance.unknown: num_requests}, context=self._context, stake=STAKE * self.savings
@@ -202,26 +259,30 @@ class AutoPolicy:
         context: int = 0,
         stake: float = float("inf"),
     ) -> Choice:
-        """The best choice for the `counts` of requests of each class and `num_others` that cannot draft. A step may
-        take at most `stake` plain steps longer than a plain one. `context`: tokens of all requests."""
+        """The best choice for the `counts` of requests of each class and `num_others` that cannot draft. A step with
+        the fewest drafts may take at most `stake` plain steps longer than a plain one, with more drafts a smaller part
+        of that. `context`: tokens of all requests."""
         num_requests = sum(counts.values()) + num_others
         plain = Choice({}, float(num_requests), self.costs.plain(num_requests, context))
         best_of = self._best_alike if self.costs.is_padded else self._best_ragged
-        best = best_of(counts, num_requests, context, plain.seconds * (1.0 + stake))
+        most = plain.seconds * (1.0 + stake), plain.seconds * (1.0 + stake * STAKE_ON_MANY / STAKE)
+        best = best_of(counts, num_requests, context, most)
         return best if best is not None and best.speed > WORTH_IT * plain.speed else plain
 
     def predict(self, num_requests: int, context: int = 0) -> Prediction:
         """The expected speed-up for `num_requests` new requests with `context` tokens in all."""
+        self._settle()
         unknown = self.acceptance.unknown
         choice = self.best({unknown: num_requests}, context=context)
         plain = num_requests / self.costs.plain(num_requests, context)
         return Prediction(num_requests, choice.num_drafts.get(unknown, 0), choice.speed / plain)
 
     def _best_alike(
-        self, counts: Mapping[RequestClass, int], num_requests: int, context: int, most: float
+        self, counts: Mapping[RequestClass, int], num_requests: int, context: int, most: tuple[float, float]
     ) -> Choice | None:
-        """The best choice with one level for all requests, of those that take at most `most` seconds."""
-        longer, best = self.acceptance.longer, None
+        """The best choice with one level for all requests, of those that take at most `most` seconds: with the first
+        level, and with others."""
+        longer, first, best = self.acceptance.longer, self.costs.levels[1], None
         for level in self.costs.levels_for(num_requests)[1:]:
             tokens = float(num_requests)
             for its_class, number in counts.items():
@@ -229,25 +290,40 @@ class AutoPolicy:
                 accepted = sum(map(operator.mul, longer[:level], survival[:level]))
                 tokens += number * its_class.share / SHARES * accepted
             seconds = self.costs.step(num_requests, num_requests * (1 + level), level, context)
-            if seconds <= most and (best is None or tokens / seconds > best.speed):
+            if seconds <= most[level > first] and (best is None or tokens / seconds > best.speed):
                 best = Choice(dict.fromkeys(counts, level), tokens, seconds)
         return best
 
     def _best_ragged(
-        self, counts: Mapping[RequestClass, int], num_requests: int, context: int, most: float
+        self, counts: Mapping[RequestClass, int], num_requests: int, context: int, most: tuple[float, float]
     ) -> Choice | None:
-        """The best choice that admits `_parts` in order, of those that take at most `most` seconds."""
+        """The best choice that admits `_parts` in order, of those that take at most `most` seconds if anybody has
+        drafts: with the first level, and with others. Where only some rounds have drafts, many steps of few requests
+        have none at all and are as short as plain ones. Example: one request, with 5 drafts in every fourth round: a
+        quarter of the steps have 6 rows, the others 1, and none has the 2.25 rows of the mean."""
         parts = self._parts(counts)
         step = self.costs.ragged(num_requests, context)
-        tokens = rows = float(num_requests)
+        tokens = float(num_requests)
+        num_rows = 0.0  # mean number of draft rows
+        nobody = 1.0  # chance that no request has drafts
         most_drafts, best, best_speed = 0, None, 0.0
+        admitted: set[RequestClass] = set()
         for number, part in enumerate(parts, 1):
-            num_drafts = part.its_class.share / SHARES * part.num_given * counts[part.its_class]
+            share, count = part.its_class.share / SHARES, counts[part.its_class]
+            if part.its_class not in admitted:
+                admitted.add(part.its_class)
+                nobody *= (1.0 - share) ** count
+            num_drafts = share * part.num_given * count
             tokens += part.chance * num_drafts
-            rows += num_drafts
+            num_rows += num_drafts
             most_drafts = max(most_drafts, part.level)
-            seconds = step(round(rows), most_drafts)
-            if seconds <= most and tokens > best_speed * seconds:
+            drafted = step(round(num_requests + num_rows / (1.0 - nobody)), most_drafts)
+            if drafted > most[most_drafts > self.costs.levels[1]]:
+                continue
+            seconds = (
+                (1.0 - nobody) * drafted + nobody * step(num_requests, most_drafts) if nobody else drafted
+            )
+            if tokens > best_speed * seconds:
                 best, best_speed = (number, tokens, seconds), tokens / seconds
         if best is None:
             return None
@@ -272,15 +348,20 @@ class AutoPolicy:
         return found
 
     def proposed(self, request: Progress, num_asked: int, num_drafts: int) -> None:
-        self.acceptance.count_given(request.record, num_asked, num_drafts)
+        self._report(self.acceptance.count_given, request.record, num_asked, num_drafts)
 
     def verified(self, request: Progress, num_drafted: int, num_accepted: int) -> None:
-        self.acceptance.count(request.record, num_drafted, num_accepted)
+        self._report(self.acceptance.count, request.record, num_drafted, num_accepted)
 
     def prompted(self, num_rows: int, draft_seconds: float) -> None:
         self.costs.observe_prompt(num_rows, draft_seconds)
 
     def finished(self, step: StepOutcome) -> None:
+        self._report(self._take_step, step)
+        if self._kept is not None:
+            self._kept.count_told(self.savings)
+
+    def _take_step(self, step: StepOutcome) -> None:
         self._context = step.context
         self.costs.observe(step)
         if step.num_rows > step.num_requests or step.num_drafts:
@@ -292,8 +373,3 @@ class AutoPolicy:
             gained = INCOME
             self.acceptance.fade()
         self.savings = min(MOST_SAVED, max(0.0, self.savings + gained))
-        kept = self._kept
-        if kept is not None:
-            kept.num_told += 1
-            if kept.num_told >= TOLD_KEPT or (kept.choice.num_drafts and self.savings < ALLOWANCE):
-                self._let_go()
