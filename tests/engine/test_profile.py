@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftproof.engine import profile
 from draftproof.engine.costs import GUESSED_DRAFT, ROW_SIZES, StepCosts, levels_of
@@ -215,3 +217,33 @@ def test_keys_that_are_read_lie_apart_as_requests_do(tmp_path: Path, monkeypatch
         for num_blocks, blocks in tables:
             assert len(set(blocks)) == len(blocks) and min(blocks) > 0 and max(blocks) < num_blocks
         assert not runner.state.block_tables_GSB.any() and not runner.state.slots.computed_S.any()
+
+
+class Writes(TorchDispatchMode):
+    """The largest number of elements that an operator of torch writes into the memory of `watched`."""
+
+    def __init__(self, watched: Tensor) -> None:
+        super().__init__()
+        self.memory, self.most = watched.untyped_storage().data_ptr(), 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        target = args[0] if args and isinstance(args[0], Tensor) else None
+        is_written = target is not None and func._schema.is_mutable
+        if is_written and target.untyped_storage().data_ptr() == self.memory:
+            self.most = max(self.most, target.numel())
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_table_of_all_slots_is_written_between_measurements() -> None:
+    """An operator of torch on more than 32768 elements wakes threads that take a core from the next pass."""
+    from draftproof import LLM
+    from draftproof.engine.measuring import StepMeter
+
+    with LLM(max_num_seqs=8, max_model_len=256) as llm:
+        meter, tables_GSB = StepMeter(llm.engine.runner), llm.engine.runner.state.block_tables_GSB
+        num_groups, _, num_pages = tables_GSB.shape
+        with Writes(tables_GSB) as writes:
+            for context in (0, 128):
+                meter.measure(StepSize(8, 0, 0, context))
+        assert 0 < writes.most <= num_groups * num_pages
+        assert not tables_GSB[:, :8].any()
