@@ -89,7 +89,9 @@ class StepMeter:
     # would take a core from the pass that is measured.
     def _spread(self, slots: Sequence[int]) -> None:
         """Point every page of these slots at a block of the empty cache; blocks are reused if there are too few."""
-        for layer in (*self._runner.cache.layers, *self._runner.draft_cache.layers):
+        layers = *self._runner.cache.layers, *self._runner.draft_cache.layers
+        each_table = {layer.block_table_SB.data_ptr(): layer for layer in layers}  # most layers share one
+        for layer in each_table.values():
             table_SB = layer.block_table_SB
             num_pages, num_blocks = table_SB.shape[1], max(1, len(layer.k) - 1)
             page_B = torch.arange(num_pages, device=table_SB.device)

@@ -177,10 +177,9 @@ class AutoPolicy:
     savings: float = ALLOWANCE
     _context: int = 0  # tokens of all requests, in the last step
     _kept: Kept | None = None
-    _reports: list[tuple[Callable[..., None], Any]] = field(
-        default_factory=list
-    )  # to be taken in: method, arguments
-    _choosing_seconds: float = 0.0  # of the last choice, with the reports before it
+    # reports to be taken in: (method, arguments)
+    _reports: list[tuple[Callable[..., None], tuple[Any, ...]]] = field(default_factory=list)
+    _choosing_seconds: float = 0.0  # time that the last choice took, with the reports before it
 
     def choose(self, asked: list[Progress], num_others: int) -> list[int]:
         if not asked:
@@ -188,9 +187,8 @@ class AutoPolicy:
         kept = self._kept
         if kept is None or kept.is_over or not kept.is_for(asked, num_others):
             start = time.perf_counter()
-            before = self._kept
             self._let_go()
-            kept = self._kept = self._choice_for(asked, num_others, before)
+            kept = self._kept = self._choice_for(asked, num_others, before=kept)
             self._choosing_seconds = time.perf_counter() - start
         kept.count_step()
         return kept.num_drafts
