@@ -222,11 +222,13 @@ class Bench:
         return self.num_turns
 
     def asked(self, prompts: Ids) -> Acceptance:
-        """Measure the acceptance for these prompts, always with the maximum of drafts."""
-        self.drafting.core.policy = copy.deepcopy(self.new)
-        asker = internals.asking_anyway(self.drafting)
+        """Measure the acceptance for these prompts, always with the maximum of drafts. The second time counts: a
+        drafter that keeps texts knows these ones then, as it does in the turns."""
         params = [self._params(i) for i in range(len(prompts))]
-        Way("asking", self.drafting, lambda: asker).run(prompts, params)
+        for _ in range(2):
+            self.drafting.core.policy = copy.deepcopy(self.new)
+            self.drafting.core.policy = asker = internals.asking_anyway(self.drafting)
+            Way("asking", self.drafting).run(prompts, params)
         return asker.acceptance
 
     def _params(self, seed: int) -> SamplingParams:

@@ -3,6 +3,10 @@
 A round verifies a request's drafts up to the first rejected one: those before it are hits, it is a miss, and those
 after it are not observed. A position's chance is conditional on acceptance of all drafts before it, so the survival of
 draft j, the chance that it and all before it are accepted, is the product of the chances up to j.
+
+Drafters that look for repeated text propose fewer drafts than asked for, and more where they are surer. So whether
+there is a draft j is counted twice: over all rounds, for the rows that drafts take, and over rounds in which all drafts
+before it were accepted, for the tokens that they bring.
 """
 
 from __future__ import annotations
@@ -38,7 +42,7 @@ class RequestClass(NamedTuple):
 @dataclass(slots=True)
 class AcceptanceRecord:
     """One request's recent rounds, weighted: hits and misses, how many of each the pool's estimates predicted, and how
-    often the drafter was `asked` for drafts and had some (`given`)."""
+    often the drafter was `asked` for drafts and had some (`given`). `last_asked`, `last_given`: the last time."""
 
     hits: float = 0.0
     misses: float = 0.0
@@ -46,6 +50,8 @@ class AcceptanceRecord:
     expected_misses: float = 0.0
     asked: float = 0.0
     given: float = 0.0
+    last_asked: int = 0
+    last_given: int = 0
 
     @property
     def odds(self) -> int:
@@ -130,8 +136,9 @@ class Chances:
 
 @dataclass(slots=True)
 class Acceptance:
-    """The pool's estimates for `num_drafts` positions: `accepted`, that a draft is accepted, and `given`, that there is
-    one when asked for. A request's estimates are the pool's, shifted by its `RequestClass`.
+    """The pool's estimates for `num_drafts` positions: `accepted`, that a draft is accepted; `given`, that there is one
+    when asked for; `followed`, that there is one after a draft that was accepted. A request's estimates are the pool's,
+    shifted by its `RequestClass`.
 
     `memory`: weight that the past keeps with each round of any request.
     """
@@ -141,11 +148,13 @@ class Acceptance:
     memory: float = POOL_MEMORY
     accepted: Chances = field(init=False)
     given: Chances = field(init=False)
+    followed: Chances = field(init=False)
     _survivals: dict[int, list[float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.accepted = Chances(self.num_drafts, self.expected)
         self.given = Chances(self.num_drafts, 1.0, num_alike=2)
+        self.followed = Chances(self.num_drafts, 1.0)
 
     @property
     def share(self) -> float:
@@ -167,15 +176,17 @@ class Acceptance:
         return RequestClass(record.odds, max(1, round(SHARES * share)))
 
     def survival(self, odds: int = 0) -> list[float]:
-        """Survival of draft 1, 2, ... for requests with these odds."""
+        """The chance that there is a draft 1, 2, ... and survives, in a round with drafts of a request with these
+        odds."""
         found = self._survivals.get(odds)
         if found is None:
             found = self._survivals[odds] = []
             ratio = ODDS_STEP**odds
             alive = 1.0
-            for chance in self.accepted.estimates:
+            for chance, follows in zip(self.accepted.estimates, self.followed.estimates, strict=True):
                 alive *= ratio * chance / (1.0 - chance + ratio * chance)
                 found.append(alive)
+                alive *= follows
         return found
 
     def count(self, record: AcceptanceRecord, num_drafted: int, num_accepted: int) -> None:
@@ -190,12 +201,27 @@ class Acceptance:
         # at all positions, not only those that were reached: counts of late positions must age as well
         self.accepted.forget(self.memory)
         self.accepted.count(num_accepted, num_drafted)
+        self.followed.forget(self.memory)
+        self._count_followed(record, num_drafted, num_accepted)
         self._survivals.clear()
+
+    def _count_followed(self, record: AcceptanceRecord, num_drafted: int, num_accepted: int) -> None:
+        """Count whether accepted drafts were followed by another. Example: of eight asked for, three drafts. If all
+        were accepted, two were followed and the third was not; if the second was rejected, the first was followed."""
+        if num_accepted < num_drafted:
+            self.followed.count(num_accepted, num_accepted)
+        elif num_drafted:
+            is_cut = (
+                num_drafted < record.last_given
+            )  # by the end of the output, which says nothing of the drafter
+            num_tried = num_drafted - 1 if is_cut else min(num_drafted, record.last_asked - 1)
+            self.followed.count(num_drafted - 1, num_tried)
 
     def fade(self) -> None:
         """Reduce the weight of the past by a step without drafts."""
         self.accepted.forget(POOL_FADING)
         self.given.forget(POOL_FADING)
+        self.followed.forget(POOL_FADING)
         self._survivals.clear()
 
     def count_given(self, record: AcceptanceRecord, num_asked: int, num_given: int) -> None:
@@ -204,3 +230,4 @@ class Acceptance:
         self.given.count(num_given, num_asked)
         record.asked = OWN_MEMORY * record.asked + 1.0
         record.given = OWN_MEMORY * record.given + float(num_given > 0)
+        record.last_asked, record.last_given = num_asked, num_given

@@ -120,6 +120,12 @@ class Part(NamedTuple):
     level: int
     its_class: RequestClass
 
+    def joined(self, lower: Part) -> Part:
+        """This part and the one below it as one."""
+        num_given = lower.num_given + self.num_given
+        num_tokens = lower.chance * lower.num_given + self.chance * self.num_given
+        return self._replace(chance=num_tokens / num_given, num_given=num_given)
+
 
 @dataclass(slots=True)
 class Kept:
@@ -280,12 +286,11 @@ class AutoPolicy:
     ) -> Choice | None:
         """The best choice with one level for all requests, of those that take at most `most` seconds: with the first
         level, and with others."""
-        longer, first, best = self.acceptance.longer, self.costs.levels[1], None
+        first, best = self.costs.levels[1], None
         for level in self.costs.levels_for(num_requests)[1:]:
             tokens = float(num_requests)
             for its_class, number in counts.items():
-                survival = self.acceptance.survival(its_class.odds)
-                accepted = sum(map(operator.mul, longer[:level], survival[:level]))
+                accepted = sum(self.acceptance.survival(its_class.odds)[:level])
                 tokens += number * its_class.share / SHARES * accepted
             seconds = self.costs.step(num_requests, num_requests * (1 + level), level, context)
             if seconds <= most[level > first] and (best is None or tokens / seconds > best.speed):
@@ -331,17 +336,21 @@ class AutoPolicy:
         return Choice(chosen, best[1], best[2])
 
     def _parts(self, counts: Iterable[RequestClass]) -> list[Part]:
-        """All parts of all classes, the most likely to survive first."""
-        longer, levels = self.acceptance.longer, self.costs.levels
-        lengths = [0.0, *accumulate(longer)]
+        """All parts of all classes, the most likely to survive first. A part that is likelier to survive than the one
+        before it is joined to that: the drafts before it are its price."""
+        levels = self.costs.levels
+        lengths = [0.0, *accumulate(self.acceptance.longer)]
         found = []
         for its_class in counts:
-            survival = self.acceptance.survival(its_class.odds)
-            tokens = [0.0, *accumulate(map(operator.mul, longer, survival))]
+            tokens = [0.0, *accumulate(self.acceptance.survival(its_class.odds))]
+            own: list[Part] = []
             for low, high in pairwise(levels):
                 num_given = lengths[high] - lengths[low]
-                chance = (tokens[high] - tokens[low]) / num_given
-                found.append(Part(chance, num_given, high, its_class))
+                part = Part((tokens[high] - tokens[low]) / num_given, num_given, high, its_class)
+                while own and own[-1].chance < part.chance:
+                    part = part.joined(own.pop())
+                own.append(part)
+            found += own
         found.sort(key=lambda part: -part.chance)
         return found
 
