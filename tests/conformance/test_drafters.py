@@ -56,7 +56,8 @@ def threads() -> Iterator[None]:
 
 @pytest.fixture
 def erratic(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the `auto` policy random: each request gets a random number of drafts, sometimes all get none."""
+    """Make the `auto` policy random: each request gets a random number of drafts, sometimes all get none; what is
+    compared with the output is random, too."""
     die = random.Random(11)
 
     def choose(policy: AutoPolicy, asked: list[Progress], num_others: int) -> list[int]:
@@ -64,7 +65,11 @@ def erratic(monkeypatch: pytest.MonkeyPatch) -> None:
             return [0] * len(asked)
         return [die.choice(policy.costs.levels) for _ in asked]
 
+    def shadows(policy: AutoPolicy, chosen: list[int], num_others: int) -> list[int]:
+        return [die.choice((0, policy.costs.levels[-1])) for _ in chosen]
+
     monkeypatch.setattr(AutoPolicy, "choose", choose)
+    monkeypatch.setattr(AutoPolicy, "shadows", shadows)
     monkeypatch.setattr(AutoPolicy, "will_draft", lambda *given: die.random() < 0.8)
 
 

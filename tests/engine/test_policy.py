@@ -28,6 +28,7 @@ from draftproof.engine.costs import (
 from draftproof.engine.drafting import PLAIN_EVERY
 from draftproof.engine.policy import (
     ALLOWANCE,
+    FIRST_KEPT,
     INCOME,
     MOST_KEPT,
     MOST_SAVED,
@@ -310,10 +311,10 @@ def test_a_choice_with_drafts_ends_when_the_savings_do() -> None:
     assert its.choose([one], 0) == [0]
 
 
-def test_the_same_choice_again_is_kept_for_longer_where_choosing_takes_long(
+def test_a_choice_is_kept_for_longer_where_choosing_takes_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Up to a limit, and only for the same requests."""
+    """Up to a limit, which is lower for other requests."""
     now = itertools.count(0, 1000)
     monkeypatch.setattr("draftproof.engine.policy.time.perf_counter", lambda: next(now))
     its, one, other = policy(0.9, row=0.005, step=0.01), request(4), request(4, 1)
@@ -327,9 +328,9 @@ def test_the_same_choice_again_is_kept_for_longer_where_choosing_takes_long(
             length += 1
         assert its._kept is kept
         lengths.append(length)
-    assert lengths == [ROUNDS_KEPT * n for n in (1, 2, 4, MOST_KEPT, MOST_KEPT, MOST_KEPT)]
+    assert lengths == [ROUNDS_KEPT, *[ROUNDS_KEPT * MOST_KEPT] * 5]
     its.choose([other], 0)
-    assert its._kept.longer == 1
+    assert its._kept.longer == FIRST_KEPT
 
 
 def test_a_choice_that_takes_no_time_is_not_kept_for_longer() -> None:

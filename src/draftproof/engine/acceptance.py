@@ -14,16 +14,19 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from draftproof.engine.shadows import Comparison
 
 # "pool": the counts over all requests; "own": those of one request
 EXPECTED = 0.6  # prior acceptance of a drafter
 POOL_MEMORY = 0.995  # weight that the past keeps with each round of any request
 OWN_MEMORY = 0.95  # weight that a request's past keeps with each of its rounds
 MOST_WEIGHT = 1e6  # weight of a new round, relative to the first, at which weights are rescaled
-POOL_WEIGHT = 8.0  # weight of a prior, in trials
-OWN_WEIGHT = 8.0
+POOL_WEIGHT = 4.0  # weight of a prior, in trials
+OWN_WEIGHT = 6.0
 # Weight that the past keeps with each step without drafts: estimates return to the prior, so drafting is tried again.
 POOL_FADING = 0.99
 OWN_FADING = 0.98
@@ -98,27 +101,33 @@ class Chances:
     @property
     def estimates(self) -> list[float]:
         if self._is_stale:
-            self._known, self._is_stale = self._estimated(), False
+            self._known, self._is_stale = self._shrunk(self.first), False
         return self._known
+
+    @property
+    def least(self) -> list[float]:
+        """Estimates that are shrunk towards 0: what the counts vouch for."""
+        return self._shrunk(0.0)
 
     @property
     def last(self) -> list[float]:
         """`estimates` as last computed, without updating them: those of the last choice."""
         return self._known or self.estimates
 
-    def _estimated(self) -> list[float]:
-        found, chance, prior = [], self.first, POOL_WEIGHT * self._weight
+    def _shrunk(self, first: float) -> list[float]:
+        found, chance, prior = [], first, POOL_WEIGHT * self._weight
         for position, (hits, trials) in enumerate(zip(self._hits, self._trials, strict=True)):
             if position < self.num_alike:
-                chance = self.first
+                chance = first
             chance = (hits + prior * chance) / (trials + prior)
             found.append(chance)
         return found
 
-    def count(self, num_hits: int, num_tried: int) -> None:
-        """Count a round: the first `num_hits` events happened, and the next did not, unless no more were tried."""
+    def count(self, num_hits: int, num_tried: int, first: int = 0) -> None:
+        """Count a round: the first `num_hits` events happened, and the next did not, unless no more were tried. Events
+        before `first` are counted already."""
         weight = self._weight
-        for position in range(min(num_hits + 1, num_tried, self.num)):
+        for position in range(first, min(num_hits + 1, num_tried, self.num)):
             self._trials[position] += weight
             if position < num_hits:
                 self._hits[position] += weight
@@ -180,42 +189,56 @@ class Acceptance:
         odds."""
         found = self._survivals.get(odds)
         if found is None:
-            found = self._survivals[odds] = []
-            ratio = ODDS_STEP**odds
-            alive = 1.0
-            for chance, follows in zip(self.accepted.estimates, self.followed.estimates, strict=True):
-                alive *= ratio * chance / (1.0 - chance + ratio * chance)
-                found.append(alive)
-                alive *= follows
+            found = self._survivals[odds] = self._survival(self.accepted.estimates, odds)
+        return found
+
+    def vouched(self, odds: int) -> list[float]:
+        """`survival` by the counts of accepted drafts alone, without the prior: low until there are enough."""
+        return self._survival(self.accepted.least, odds)
+
+    def _survival(self, chances: Sequence[float], odds: int) -> list[float]:
+        found, alive, ratio = [], 1.0, ODDS_STEP**odds
+        for chance, follows in zip(chances, self.followed.estimates, strict=True):
+            alive *= ratio * chance / (1.0 - chance + ratio * chance)
+            found.append(alive)
+            alive *= follows
         return found
 
     def count(self, record: AcceptanceRecord, num_drafted: int, num_accepted: int) -> None:
         """Count a request's round of `num_drafted` drafts, of which the first `num_accepted` were accepted."""
+        # fewer than proposed: the output's end has cut them, which says nothing of the drafter
+        num_asked = num_drafted if num_drafted < record.last_given else record.last_asked
+        is_rejected = num_accepted < num_drafted
+        self.count_compared(record, Comparison(num_asked, num_drafted, 0, num_accepted, is_rejected))
+
+    def count_compared(self, record: AcceptanceRecord, found: Comparison) -> None:
+        """Count what has become of a request's drafts; those before `found.num_before` are counted already."""
+        first, num_hits = found.num_before, found.num_accepted
+        num_tried = num_hits + found.is_rejected
         pool = self.accepted.last
-        record.remember(OWN_MEMORY)
-        for chance in pool[: min(num_accepted + 1, num_drafted)]:
+        if not first:
+            record.remember(OWN_MEMORY)
+        for chance in pool[first:num_tried]:
             record.expected_hits += chance
             record.expected_misses += 1.0 - chance
-        record.hits += num_accepted
-        record.misses += float(num_accepted < num_drafted)
-        # at all positions, not only those that were reached: counts of late positions must age as well
-        self.accepted.forget(self.memory)
-        self.accepted.count(num_accepted, num_drafted)
-        self.followed.forget(self.memory)
-        self._count_followed(record, num_drafted, num_accepted)
+        record.hits += num_hits - first
+        record.misses += float(found.is_rejected)
+        if not first:
+            # at all positions, not only those that were reached: counts of late positions must age as well
+            self.accepted.forget(self.memory)
+            self.followed.forget(self.memory)
+        self.accepted.count(num_hits, num_tried, first)
+        self._count_followed(found)
         self._survivals.clear()
 
-    def _count_followed(self, record: AcceptanceRecord, num_drafted: int, num_accepted: int) -> None:
+    def _count_followed(self, found: Comparison) -> None:
         """Count whether accepted drafts were followed by another. Example: of eight asked for, three drafts. If all
         were accepted, two were followed and the third was not; if the second was rejected, the first was followed."""
-        if num_accepted < num_drafted:
-            self.followed.count(num_accepted, num_accepted)
-        elif num_drafted:
-            is_cut = (
-                num_drafted < record.last_given
-            )  # by the end of the output, which says nothing of the drafter
-            num_tried = num_drafted - 1 if is_cut else min(num_drafted, record.last_asked - 1)
-            self.followed.count(num_drafted - 1, num_tried)
+        num_accepted = found.num_accepted
+        if num_accepted < found.num_drafts:
+            self.followed.count(num_accepted, num_accepted, found.num_before)
+        elif num_accepted:
+            self.followed.count(num_accepted - 1, min(num_accepted, found.num_asked - 1), found.num_before)
 
     def fade(self) -> None:
         """Reduce the weight of the past by a step without drafts."""

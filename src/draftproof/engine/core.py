@@ -18,7 +18,7 @@ from draftproof.cache.events import CacheEvent
 from draftproof.engine import grammars
 from draftproof.engine.checks import check_request
 from draftproof.engine.deltas import TokenDelta, take_over
-from draftproof.engine.drafting import Drafting
+from draftproof.engine.drafting import Drafting, Wanted
 from draftproof.engine.in_flight import InFlightStep
 from draftproof.engine.interface import (
     DeviceFaultError,
@@ -122,13 +122,13 @@ class EngineCore:
         return output
 
     def _launch(
-        self, output: SchedulerOutput, wanted: Sequence[int], planned: float, *, is_shown: bool = False
+        self, output: SchedulerOutput, wanted: Wanted, planned: float, *, is_shown: bool = False
     ) -> None:
         """Launch the step, and advance the requests' bounds by the most it can add. `planned`: when planning began
         (`time.perf_counter`); `is_shown`: show the drafter the rows even if no drafts are wanted."""
         start = time.perf_counter()
-        may_rest = not is_shown and self._drafting.may_rest(output.rows, wanted)
-        step = self._step_input(output, wanted, without_drafter=may_rest)
+        may_rest = not is_shown and self._drafting.may_rest(output.rows, wanted.num_drafts)
+        step = self._step_input(output, wanted.num_drafts, without_drafter=may_rest)
         requests = self._step_requests = [rows.request for rows in output.rows]
         for request in output.admitted:
             if request.queue_seconds is None:
@@ -146,7 +146,9 @@ class EngineCore:
             request.num_computed += scheduled.num_rows - scheduled.num_sampled
             request.num_scored += scheduled.scored[1]
         self._in_flight.append(
-            InFlightStep(requests, list(step.scheduled), pending, planned, step.without_drafter)
+            InFlightStep(
+                requests, list(step.scheduled), pending, planned, step.without_drafter, wanted.shadowing
+            )
         )
         self.stats.target_seconds += pending.target_seconds
         self.stats.draft_seconds += pending.draft_seconds
@@ -215,11 +217,7 @@ class EngineCore:
         self.stats.num_generated_tokens += len(delta.token_ids)
         if delta.is_round:
             self.stats.record_round(delta.drafter, delta.num_drafted, delta.num_accepted)
-        if num_observed and not request.forced:  # forced drafts say nothing about the drafters' acceptance
-            self.policy.verified(request, num_observed, delta.num_accepted)
-        num_asked = min(scheduled.num_drafts, request.spec.limit - len(request.tokens) - 1)
-        if num_asked > 0 and delta.finish_reason is None:
-            self.policy.proposed(request, num_asked, result.num_proposed)
+        self._report(request, scheduled, result, delta, num_observed)
         if delta.says_something:
             self._deltas.append(delta)
         reason = delta.finish_reason
@@ -231,6 +229,24 @@ class EngineCore:
             )
         if reason is not None:
             self._finish(request, reason)
+
+    def _report(
+        self,
+        request: Progress,
+        scheduled: ScheduledRequest,
+        result: RowResult,
+        delta: TokenDelta,
+        num_observed: int,
+    ) -> None:
+        """Tell the policy what became of the request's drafts, of which `num_observed` count, and of its new ones."""
+        if self._drafting.compares:
+            self._drafting.compare(request)
+            return
+        if num_observed and not request.forced:  # forced drafts say nothing about the drafters' acceptance
+            self.policy.verified(request, num_observed, delta.num_accepted)
+        num_asked = min(scheduled.num_drafts, request.spec.limit - len(request.tokens) - 1)
+        if num_asked > 0 and delta.finish_reason is None:
+            self.policy.proposed(request, num_asked, result.num_proposed)
 
     def _queue(self, request: Progress) -> None:
         self._num_arrived += 1
@@ -373,7 +389,7 @@ class EngineCore:
             left = len(request.tokens) - 1 - request.num_computed
             is_last = rows.num_rows >= left
             chunk = PlannedRows(request, rows.start, min(rows.num_rows, left), 0)
-            output, wanted = replace(output, rows=[chunk]), [num_drafts if is_last else 0]
+            output, wanted = replace(output, rows=[chunk]), Wanted([num_drafts if is_last else 0])
             self._launch(output, wanted, time.perf_counter(), is_shown=True)
             self._take_in(0)
             if is_last:

@@ -49,7 +49,7 @@ def rounded_rows(num_requests: int, num_rows: int, most_drafts: int) -> int:
 class StepOutcome(NamedTuple):
     """A finished decode-only step. `num_rows`: of all R requests; `num_drafts`: the most that a request wanted next;
     `num_tokens`: emitted; `context`: tokens of all requests before the step; `host_seconds`: part of `seconds` outside
-    both passes."""
+    both passes; `is_shadow`: its drafts were shadows."""
 
     num_requests: int
     num_rows: int
@@ -58,6 +58,7 @@ class StepOutcome(NamedTuple):
     context: int
     seconds: float
     host_seconds: float = 0.0
+    is_shadow: bool = False
 
 
 class Curve:

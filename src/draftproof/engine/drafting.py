@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from draftproof.engine.in_flight import InFlightStep
 from draftproof.engine.interface import RowResult, Runner
 from draftproof.engine.policy import PLAIN_EVERY, Policy
 from draftproof.engine.progress import Progress
 from draftproof.engine.scheduler import PlannedRows, Scheduler
+from draftproof.engine.shadows import Shadow, Shadowing
+
+
+class Wanted(NamedTuple):
+    """Drafts to ask for after a step, per request. `shadowing`: what is to become of them; see `InFlightStep`."""
+
+    num_drafts: Sequence[int]
+    shadowing: Shadowing | None = None
 
 
 class Drafting:
@@ -21,16 +30,28 @@ class Drafting:
         self._scheduler = scheduler
         self._last_result = 0.0  # when a step's result was last taken in: seconds of `time.perf_counter`
 
-    def wanted(self, rows: Sequence[PlannedRows]) -> list[int]:
-        """Drafts to ask for after a step of these rows, per request; 0 while its prompt is not complete."""
+    def wanted(self, rows: Sequence[PlannedRows]) -> Wanted:
+        """Drafts to ask for after a step of these rows; 0 for a request whose prompt is not complete."""
         if not self._runner.num_drafts or self._runner.drafter_health().off:
-            return [0] * len(rows)
+            return Wanted([0] * len(rows))
         able = [r for r in rows if r.num_sampled and r.request.can_draft]
         asked = [r.request for r in able if not self._is_prompt(r) or self.will_draft(r.request)]
         num_others = len(rows) - len(asked)
-        chosen = zip(asked, self.policy.choose(asked, num_others), strict=True)
-        numbers = {id(request): request.at_most(number) for request, number in chosen}
-        return [numbers.get(id(r.request), 0) for r in rows]
+        chosen = self.policy.choose(asked, num_others)
+        most = _of_rows(rows, asked, chosen)
+        if not self.compares:
+            return Wanted(most)
+        shadows = _of_rows(rows, asked, self.policy.shadows(chosen, num_others))
+        num_drafts = [max(pair) for pair in zip(most, shadows, strict=True)]
+        return Wanted(num_drafts, Shadowing(most, [number > 0 for number in shadows]))
+
+    @property
+    def compares(self) -> bool:
+        """Whether the policy learns from comparing drafts with the output, not from verifying them: if it asks for it
+        and the drafter sees only tokens and may miss some, where the host knows drafts before it plans a step."""
+        runner = self._runner
+        is_able = runner.drafter_may_rest and not runner.drafter_has_kv and not runner.async_depth
+        return is_able and self.policy.compares
 
     def price(self, wanted: Sequence[int]) -> float:
         """`StepInput.price` for a drafter that reads it; 0 if it is to make no drafts."""
@@ -60,6 +81,31 @@ class Drafting:
             return False
         return self.policy.will_draft(request, self._scheduler.num_soon - 1, num_lost)
 
+    def compare(self, request: Progress) -> None:
+        """Report to the policy what a request's new tokens tell of its shadow drafts."""
+        open_shadows = []
+        for shadow in request.shadows:
+            found = shadow.compare(request.tokens)
+            if found is not None:
+                self.policy.compared(request, found)
+            if found is None or not found.is_last:
+                open_shadows.append(shadow)
+        request.shadows = open_shadows
+
+    def _keep_shadows(self, flight: InFlightStep, shadowing: Shadowing) -> None:
+        """Keep those drafts of a finished step that are compared, and drop those that are not to be verified."""
+        for number, is_compared in enumerate(shadowing.is_compared):
+            request = flight.requests[number]
+            if not is_compared or request.finish_reason is not None or request.slot < 0:
+                continue
+            start, num_drafts = len(request.tokens), request.num_drafts
+            num_asked = min(flight.scheduled[number].num_drafts, request.spec.limit - start - 1)
+            self.policy.proposed(request, num_asked, num_drafts)
+            if num_drafts:
+                drafts = self._runner.known_drafts(request.slot, start, num_drafts)
+                request.shadows.append(Shadow(start, drafts, num_asked))
+                request.num_drafts = min(num_drafts, shadowing.most[number])
+
     def finished(
         self, flight: InFlightStep, results: Sequence[RowResult], *, was_wanted: bool, num_steps: int
     ) -> None:
@@ -72,6 +118,8 @@ class Drafting:
         Where steps overlap, a step's time is that since the result before; a step launched on an idle device is left
         out. Without overlap it is the time since planning began.
         """
+        if flight.shadowing is not None:
+            self._keep_shadows(flight, flight.shadowing)
         now, before = time.perf_counter(), self._last_result
         self._last_result = now
         is_ahead = self._runner.async_depth > 0
@@ -93,3 +141,9 @@ class Drafting:
         if not self._runner.async_depth and not flight.without_drafter:
             num_rows = sum(s.num_rows for s in flight.scheduled)
             self.policy.prompted(num_rows, flight.pending.draft_seconds)
+
+
+def _of_rows(rows: Sequence[PlannedRows], asked: Sequence[Progress], numbers: Sequence[int]) -> list[int]:
+    """The numbers of drafts of `asked`, limited to what each allows, in the order of `rows`; 0 for other requests."""
+    found = {id(request): request.at_most(number) for request, number in zip(asked, numbers, strict=True)}
+    return [found.get(id(r.request), 0) for r in rows]

@@ -8,21 +8,29 @@ from dataclasses import dataclass
 from draftproof.engine.costs import StepOutcome
 from draftproof.engine.interface import PendingStep, RowResult, ScheduledRequest
 from draftproof.engine.progress import Progress
+from draftproof.engine.shadows import Shadowing
 
 
 @dataclass(slots=True)
 class InFlightStep:
-    """A step in flight; `requests` and `scheduled` are in the order of its results."""
+    """A step in flight; `requests` and `scheduled` are in the order of its results. `shadowing`: what is to become of
+    its drafts; None: all are verified and none compared."""
 
     requests: list[Progress]
     scheduled: list[ScheduledRequest]
     pending: PendingStep
     start: float  # when planning began: seconds of `time.perf_counter`
     without_drafter: bool = False
+    shadowing: Shadowing | None = None
 
     @property
     def has_prompts(self) -> bool:
         return any(s.num_rows != s.num_sampled for s in self.scheduled)
+
+    @property
+    def is_shadow(self) -> bool:
+        """Whether it makes drafts, and all of them are compared only."""
+        return self.shadowing is not None and any(self.shadowing.is_compared) and not any(self.shadowing.most)
 
     def outcome(self, results: Sequence[RowResult], seconds: float, host_seconds: float) -> StepOutcome:
         """What the policy learns from it; for a step in which every request decoded."""
@@ -32,4 +40,6 @@ class InFlightStep:
             num_drafts = max(num_drafts, scheduled.num_drafts)
             num_tokens += len(result.token_ids)
             context += scheduled.start
-        return StepOutcome(len(results), num_rows, num_drafts, num_tokens, context, seconds, host_seconds)
+        return StepOutcome(
+            len(results), num_rows, num_drafts, num_tokens, context, seconds, host_seconds, self.is_shadow
+        )

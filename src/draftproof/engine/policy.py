@@ -5,10 +5,11 @@ Letters: R requests that decode in a pass, k drafts of one request, K the maximu
 
 from __future__ import annotations
 
+import math
 import operator
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Protocol
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 from draftproof.engine.acceptance import SHARES, Acceptance, RequestClass
 from draftproof.engine.costs import StepCosts, StepOutcome
 from draftproof.engine.progress import Progress
+from draftproof.engine.shadows import Comparison
 from draftproof.metrics import Prediction
 
 # least predicted speed-up for which drafts are made: predictions are off by a few per cent
@@ -29,20 +31,35 @@ MOST_SAVED = 30.0
 STAKE, STAKE_ON_MANY = 0.6, 0.25
 # For how long a choice is kept, since making one takes the host as long as a layer or two of a small model. With
 # drafts, while the savings allow it: `ROUNDS_KEPT` steps. Without drafts: `TOLD_KEPT` reported steps, of which there is
-# one in `PLAIN_EVERY`, since they are alike. Twice as long as the choice before it if that was the same, up to
-# `MOST_KEPT` times as long as a first one, or until choosing takes less than `CHOOSING_SHARE` of the time.
-ROUNDS_KEPT, TOLD_KEPT = 4, 3
+# one in `PLAIN_EVERY`, since they are alike. If choosing would then take more than `CHOOSING_SHARE` of the time, up to
+# `MOST_KEPT` times as long; the first choice for these requests, if it took twice that, up to `FIRST_KEPT` times.
+ROUNDS_KEPT, TOLD_KEPT = 8, 3
 PLAIN_EVERY = 8
-MOST_KEPT = 8
-CHOOSING_SHARE = 0.02
+# Only one in so many steps with drafts corrects the costs, unless savings are low.
+OBSERVED_EVERY = 4
+MOST_KEPT, FIRST_KEPT = 8, 2
+CHOOSING_SHARE = 0.01
+# Share of the time that drafts may take which are only compared; at most one step in `PLAIN_EVERY` makes them.
+SHADOW_SHARE = 0.01
+MOST_SHADOWS = 8  # requests of a step whose drafts are compared
+SHADOWS_EVERY = 4  # drafts of the same requests are later compared in one of so many steps
 MOST_WAITING = 256  # reports that wait to be taken in, at most: nothing is chosen while no request can draft
 MOST_TOKENS = 256  # output length that a new request is expected to have at most: limits are seldom reached
 
 
 class Policy(Protocol):
+    """`compares`: whether it wants to know what becomes of drafts that are not verified, where that can be known."""
+
+    compares: bool
+
     def choose(self, asked: list[Progress], num_others: int) -> list[int]:
         """Number of drafts for each of `asked`, which decode in the next pass beside `num_others` requests that cannot
         draft. All 0: the drafter may be skipped."""
+        ...
+
+    def shadows(self, chosen: Sequence[int], num_others: int) -> list[int]:
+        """Number of drafts to make for each request and compare with the output, of which those `chosen` by `choose`
+        are verified; 0: as many as chosen, and none compared. Called after `choose`, where drafts can be compared."""
         ...
 
     def price(self) -> float:
@@ -59,7 +76,11 @@ class Policy(Protocol):
         ...
 
     def verified(self, request: Progress, num_drafted: int, num_accepted: int) -> None:
-        """A request's drafts were verified."""
+        """A request's drafts were verified. Not called where drafts can be compared with the output."""
+        ...
+
+    def compared(self, request: Progress, found: Comparison) -> None:
+        """Drafts of a request were compared with its new tokens."""
         ...
 
     def finished(self, step: StepOutcome) -> None:
@@ -74,11 +95,16 @@ class Policy(Protocol):
 class FixedPolicy:
     """Always K drafts for each request."""
 
+    compares = False
+
     def __init__(self, num_drafts: int) -> None:
         self._num_drafts = num_drafts
 
     def choose(self, asked: list[Progress], num_others: int) -> list[int]:
         return [self._num_drafts] * len(asked)
+
+    def shadows(self, chosen: Sequence[int], num_others: int) -> list[int]:
+        return [0] * len(chosen)
 
     def price(self) -> float:
         return 0.0
@@ -92,6 +118,9 @@ class FixedPolicy:
     def verified(self, request: Progress, num_drafted: int, num_accepted: int) -> None:
         pass
 
+    def compared(self, request: Progress, found: Comparison) -> None:
+        pass
+
     def finished(self, step: StepOutcome) -> None:
         pass
 
@@ -100,11 +129,13 @@ class FixedPolicy:
 
 
 class Choice(NamedTuple):
-    """Number of drafts for each class of requests, and the expected tokens and seconds of a step with them."""
+    """Number of drafts for each class of requests, and the expected tokens and seconds of a step with them. `risk`:
+    most that it is expected to lose against a plain step, in plain steps."""
 
     num_drafts: Mapping[RequestClass, int]
     tokens: float
     seconds: float
+    risk: float = 0.0
 
     @property
     def speed(self) -> float:
@@ -129,17 +160,16 @@ class Part(NamedTuple):
 
 @dataclass(slots=True)
 class Kept:
-    """A choice that is kept for some steps: the requests it was made for, and the drafts of each. `longer`: how many
-    times as long it is kept as a first choice. `risk`: what a step loses without an accepted draft, in plain steps.
-    `may_wait`: whether reports of its steps are taken in only afterwards, since the savings last until then whatever
-    the reports say."""
+    """A choice that is kept for some steps: the requests it was made for, and the drafts of each. `is_first`: for these
+    requests. `longer`: how many times as long it is kept as one that takes no time. `may_wait`: whether reports of its
+    steps are taken in only afterwards, since the savings last until then whatever the reports say."""
 
     asked: list[Progress]
     num_others: int
     num_drafts: list[int]
     choice: Choice
+    is_first: bool
     longer: int
-    risk: float
     may_wait: bool
     num_steps: int = 0
     num_told: int = 0  # steps reported by `finished`
@@ -161,7 +191,7 @@ class Kept:
         self.num_told += 1
         if not self.choice.num_drafts:
             self.is_over = self.num_told >= TOLD_KEPT * self.longer
-        elif not self.may_wait and STAKE * savings < self.risk:
+        elif not self.may_wait and STAKE * savings < self.choice.risk:
             self.is_over = True
 
 
@@ -183,8 +213,13 @@ class AutoPolicy:
     savings: float = ALLOWANCE
     _context: int = 0  # tokens of all requests, in the last step
     _kept: Kept | None = None
-    # reports to be taken in: (method, arguments)
+    compares: bool = True
+    _num_taken: int = 0  # steps taken in
+    _until_shadows: int = 0  # steps until requests without drafts have shadow drafts, too
+    _first_shadow: int = 0  # the first request whose turn it is
+    # reports to be taken in: (method, arguments); and steps
     _reports: list[tuple[Callable[..., None], tuple[Any, ...]]] = field(default_factory=list)
+    _steps: list[StepOutcome] = field(default_factory=list)
     _choosing_seconds: float = 0.0  # time that the last choice took, with the reports before it
 
     def choose(self, asked: list[Progress], num_others: int) -> list[int]:
@@ -203,18 +238,21 @@ class AutoPolicy:
         classes = [self.acceptance.class_of(request.record) for request in asked]
         choice = self.best(Counter(classes), num_others, self._context, STAKE * self.savings)
         num_drafts = [choice.num_drafts.get(its_class, 0) for its_class in classes]
-        longer, num_steps = 1, ROUNDS_KEPT if choice.num_drafts else TOLD_KEPT * PLAIN_EVERY
-        if before is not None and before.is_for(asked, num_others) and before.num_drafts == num_drafts:
-            enough = self._choosing_seconds / (CHOOSING_SHARE * choice.seconds)
-            longer = max(1, min(2 * before.longer, round(enough / num_steps), MOST_KEPT))
-        risk = choice.seconds / self.costs.plain(len(asked) + num_others, self._context) - 1.0
-        may_wait = bool(choice.num_drafts) and self.savings - longer * num_steps * risk >= ALLOWANCE
-        return Kept(asked, num_others, num_drafts, choice, longer, risk, may_wait)
+        num_steps = ROUNDS_KEPT if choice.num_drafts else TOLD_KEPT * PLAIN_EVERY
+        enough = self._choosing_seconds / (CHOOSING_SHARE * choice.seconds) / num_steps
+        is_first = before is None or not before.is_for(asked, num_others)  # then little is known of some
+        longer = max(1, min(round(enough / 2), FIRST_KEPT) if is_first else min(round(enough), MOST_KEPT))
+        may_wait = bool(choice.num_drafts) and self.savings - longer * num_steps * choice.risk >= ALLOWANCE
+        return Kept(asked, num_others, num_drafts, choice, is_first, longer, may_wait)
 
     def _report(self, take: Callable[..., None], *given: Any) -> None:
         """Note what `take(*given)` takes in, now or later."""
         self._reports.append((take, given))
-        if self._kept is None or not self._kept.may_wait or len(self._reports) >= MOST_WAITING:
+        self._settle_unless_it_may_wait()
+
+    def _settle_unless_it_may_wait(self) -> None:
+        num_waiting = len(self._reports) + len(self._steps)
+        if self._kept is None or not self._kept.may_wait or num_waiting >= MOST_WAITING:
             self._settle()
 
     def _settle(self) -> None:
@@ -222,6 +260,10 @@ class AutoPolicy:
         reports, self._reports = self._reports, []
         for take, given in reports:
             take(*given)
+        steps, self._steps = self._steps, []
+        if steps:
+            self._context = steps[-1].context
+            self._take_steps(steps)
 
     def _let_go(self) -> None:
         """Take in all reports and drop the kept choice. What is known of requests that got no drafts under it fades."""
@@ -232,6 +274,30 @@ class AutoPolicy:
         for request, number in zip(kept.asked, kept.num_drafts, strict=True):
             if not number:
                 request.record.fade(kept.num_steps)
+
+    def shadows(self, chosen: Sequence[int], num_others: int) -> list[int]:
+        """Those that draft, at first in each step and later in some, and now and then all. Few at a time, in turn."""
+        most, num_asked = self.costs.levels[-1], len(chosen)
+        self._until_shadows -= 1
+        kept = self._kept
+        every = SHADOWS_EVERY if kept is not None and not kept.is_first else 1
+        if not chosen or (self._until_shadows > 0 and self._until_shadows % every):
+            return [0] * num_asked
+        if self._until_shadows <= 0:
+            num_requests = num_asked + num_others
+            plain = self.costs.plain(num_requests, self._context)
+            longer = self.costs.step(num_requests, num_requests, most, self._context) / plain - 1.0
+            self._until_shadows = max(PLAIN_EVERY, math.ceil(longer / SHADOW_SHARE))
+            its_turn = list(range(num_asked))
+        else:
+            its_turn = [number for number, drafts in enumerate(chosen) if drafts]
+        if len(its_turn) > MOST_SHADOWS:
+            self._first_shadow = first = (self._first_shadow + MOST_SHADOWS) % len(its_turn)
+            its_turn = [*its_turn[first:], *its_turn[:first]][:MOST_SHADOWS]
+        found = [0] * num_asked
+        for number in its_turn:
+            found[number] = most
+        return found
 
     def price(self) -> float:
         if self._kept is None or self.costs.is_padded:
@@ -264,14 +330,34 @@ class AutoPolicy:
         stake: float = float("inf"),
     ) -> Choice:
         """The best choice for the `counts` of requests of each class and `num_others` that cannot draft. A step with
-        the fewest drafts may take at most `stake` plain steps longer than a plain one, with more drafts a smaller part
-        of that. `context`: tokens of all requests."""
+        the fewest drafts may risk at most `stake` plain steps, with more drafts a smaller part of that. What it risks
+        is its longer time, less the tokens that counts so far vouch for. `context`: tokens of all requests."""
         num_requests = sum(counts.values()) + num_others
         plain = Choice({}, float(num_requests), self.costs.plain(num_requests, context))
         best_of = self._best_alike if self.costs.is_padded else self._best_ragged
-        most = plain.seconds * (1.0 + stake), plain.seconds * (1.0 + stake * STAKE_ON_MANY / STAKE)
-        best = best_of(counts, num_requests, context, most)
-        return best if best is not None and best.speed > WORTH_IT * plain.speed else plain
+        stakes = stake, stake * STAKE_ON_MANY / STAKE
+        best = best_of(counts, num_requests, context, (math.inf, math.inf))
+        if best is None or best.speed <= WORTH_IT * plain.speed:
+            return plain
+        risk = best.seconds / plain.seconds - 1.0
+        many = max(best.num_drafts.values()) > self.costs.levels[1]
+        if risk > stakes[many]:
+            risk -= self._vouched_tokens(counts, best) / num_requests
+        if risk > stakes[many]:
+            most = plain.seconds * (1.0 + stakes[0]), plain.seconds * (1.0 + stakes[1])
+            best = best_of(counts, num_requests, context, most)
+            if best is None or best.speed <= WORTH_IT * plain.speed:
+                return plain
+            risk = best.seconds / plain.seconds - 1.0
+        return best._replace(risk=risk)
+
+    def _vouched_tokens(self, counts: Mapping[RequestClass, int], choice: Choice) -> float:
+        """Accepted drafts of a step with this choice, by counts so far alone."""
+        tokens = 0.0
+        for its_class, num_drafts in choice.num_drafts.items():
+            accepted = sum(self.acceptance.vouched(its_class.odds)[:num_drafts])
+            tokens += counts[its_class] * its_class.share / SHARES * accepted
+        return tokens
 
     def predict(self, num_requests: int, context: int = 0) -> Prediction:
         """The expected speed-up for `num_requests` new requests with `context` tokens in all."""
@@ -360,23 +446,36 @@ class AutoPolicy:
     def verified(self, request: Progress, num_drafted: int, num_accepted: int) -> None:
         self._report(self.acceptance.count, request.record, num_drafted, num_accepted)
 
+    def compared(self, request: Progress, found: Comparison) -> None:
+        self._report(self.acceptance.count_compared, request.record, found)
+
     def prompted(self, num_rows: int, draft_seconds: float) -> None:
         self.costs.observe_prompt(num_rows, draft_seconds)
 
     def finished(self, step: StepOutcome) -> None:
-        self._report(self._take_step, step)
-        if self._kept is not None:
+        self._steps.append(step)
+        self._settle_unless_it_may_wait()
+        if self._kept is not None and not step.is_shadow:
             self._kept.count_told(self.savings)
 
-    def _take_step(self, step: StepOutcome) -> None:
-        self._context = step.context
-        self.costs.observe(step)
-        if step.num_rows > step.num_requests or step.num_drafts:
-            # by the cost model, not this step's time: a disturbance would have slowed a plain step as well
-            seconds = self.costs.step(step.num_requests, step.num_rows, step.num_drafts, step.context)
-            plain = self.costs.plain(step.num_requests, step.context)
-            gained = step.num_tokens / step.num_requests - seconds / plain
-        else:
-            gained = INCOME
-            self.acceptance.fade()
-        self.savings = min(MOST_SAVED, max(0.0, self.savings + gained))
+    def _take_steps(self, steps: Sequence[StepOutcome]) -> None:
+        """Correct the costs and the savings by these steps."""
+        longer: dict[tuple[int, int, int], float] = {}  # plain steps that a step of this size takes
+        for step in steps:
+            self._num_taken += 1
+            size = step.num_requests, step.num_rows, step.num_drafts
+            is_plain = size == (step.num_requests, step.num_requests, 0)
+            if is_plain or self.savings < ALLOWANCE or self._num_taken % OBSERVED_EVERY == 0:
+                self.costs.observe(step)
+            if step.is_shadow:
+                continue
+            if is_plain:
+                gained = INCOME
+                self.acceptance.fade()
+            else:
+                # by the cost model, not this step's time: a disturbance would have slowed a plain step as well
+                if size not in longer:
+                    plain = self.costs.plain(step.num_requests, step.context)
+                    longer[size] = self.costs.step(*size, step.context) / plain
+                gained = step.num_tokens / step.num_requests - longer[size]
+            self.savings = min(MOST_SAVED, max(0.0, self.savings + gained))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from draftproof.cache.pages import ROOT
 from draftproof.engine.acceptance import AcceptanceRecord
 from draftproof.engine.interface import Admission, RequestSpec, Resumed, TableEntry
+from draftproof.engine.shadows import Shadow
 from draftproof.grammar.matcher import Matcher
 from draftproof.types import FinishReason
 
@@ -87,6 +88,7 @@ class Progress:
     forced: list[int] = field(default_factory=list)  # drafts that replace those on the device, by its grammar
     is_cut: bool = False  # its matcher refused the draft after `drafts`
     record: AcceptanceRecord = field(default_factory=AcceptanceRecord)
+    shadows: list[Shadow] = field(default_factory=list)  # drafts that are compared with the output
     finish_reason: FinishReason | None = None
 
     def resume(self, resumed: Resumed) -> None:

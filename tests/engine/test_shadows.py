@@ -1,0 +1,268 @@
+"""Shadow drafts: compared with the output instead of being verified. No engine with weights, no clock."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from draftproof import LLM, SamplingParams, assets
+from draftproof.engine.acceptance import Acceptance, AcceptanceRecord
+from draftproof.engine.costs import StepCosts, StepOutcome
+from draftproof.engine.policy import (
+    ALLOWANCE,
+    MOST_SHADOWS,
+    OBSERVED_EVERY,
+    PLAIN_EVERY,
+    SHADOWS_EVERY,
+    STAKE,
+    AutoPolicy,
+    FixedPolicy,
+)
+from draftproof.engine.progress import Progress
+from draftproof.engine.shadows import Comparison, Shadow
+from tests.engine.test_core import FakeRunner, core, finish, ids, spec
+from tests.engine.test_policy import policy
+from tests.engine.test_scheduler import request
+
+
+def test_a_comparison_says_what_is_new() -> None:
+    shadow = Shadow(2, [5, 6, 7], 8)
+    assert shadow.compare([0, 0]) is None
+    assert shadow.compare([0, 0, 5]) == Comparison(8, 3, 0, 1, False)
+    assert shadow.compare([0, 0, 5]) is None
+    found = shadow.compare([0, 0, 5, 6, 9, 9])
+    assert found == Comparison(8, 3, 1, 2, True) and found.is_last
+
+
+def test_all_right_is_an_end_too() -> None:
+    found = Shadow(1, [5, 6], 2).compare([0, 5, 6, 7, 8])
+    assert found == Comparison(2, 2, 0, 2, False) and found.is_last
+
+
+@pytest.mark.parametrize("accepted", [0, 1, 3, 5])
+def test_it_counts_alike_in_parts_and_at_once(accepted: int) -> None:
+    at_once, in_parts = Acceptance(8), Acceptance(8)
+    one, other = AcceptanceRecord(), AcceptanceRecord()
+    for _ in range(3):
+        at_once.count_given(one, 8, 5)
+        at_once.count_compared(one, Comparison(8, 5, 0, accepted, accepted < 5))
+        in_parts.count_given(other, 8, 5)
+        shadow = Shadow(0, [1] * 5, 8)
+        for length in range(1, accepted + 2):
+            found = shadow.compare([*[1] * accepted, 0][:length])
+            if found is not None:
+                in_parts.count_compared(other, found)
+    assert in_parts.survival() == pytest.approx(at_once.survival(), rel=0.05)
+    assert in_parts.followed.estimates == pytest.approx(at_once.followed.estimates)
+    assert (other.hits, other.misses) == pytest.approx((one.hits, one.misses))
+
+
+class Comparing(FixedPolicy):
+    """Has `num_drafts` verified and `num_shadows` compared, and notes what it is told."""
+
+    compares = True
+
+    def __init__(self, num_drafts: int, num_shadows: Sequence[int]) -> None:
+        super().__init__(num_drafts)
+        self.num_shadows = num_shadows
+        self.given: list[tuple[int, int]] = []
+        self.found: list[Comparison] = []
+        self.steps: list[StepOutcome] = []
+
+    def shadows(self, chosen: Sequence[int], num_others: int) -> list[int]:
+        return list(self.num_shadows[: len(chosen)])
+
+    def proposed(self, request: Progress, num_asked: int, num_drafts: int) -> None:
+        self.given.append((num_asked, num_drafts))
+
+    def verified(self, request: Progress, num_drafted: int, num_accepted: int) -> None:
+        raise AssertionError("it is told by comparisons")
+
+    def compared(self, request: Progress, found: Comparison) -> None:
+        self.found.append(found)
+
+    def finished(self, step: StepOutcome) -> None:
+        self.steps.append(step)
+
+
+class Countdown(FakeRunner):
+    """Drafts are the text that follows, but the one at each tenth position is wrong."""
+
+    drafter_has_kv = False
+
+    def known_drafts(self, slot: int, num_known: int, num_drafts: int) -> list[int]:
+        return [0 if n % 10 == 0 else n for n in range(num_known, num_known + num_drafts)]
+
+
+def run(runner: FakeRunner, policy: FixedPolicy, num_requests: int = 1) -> list[list[int]]:
+    engine = core(runner)
+    engine.policy = policy
+    for number in range(num_requests):
+        engine.add_request(str(number), spec(5 + number, 40))
+    deltas = finish(engine)
+    return [ids(deltas[str(number)]) for number in range(num_requests)]
+
+
+@pytest.mark.parametrize("num_drafts", [0, 1, 3])
+def test_drafts_beyond_those_verified_are_compared(num_drafts: int) -> None:
+    runner, told = Countdown(7), Comparing(num_drafts, [7])
+    assert run(runner, told) == [list(range(5, 45))]
+    asked = [s for step in runner.steps for s in step.scheduled]
+    assert {s.num_drafts for s in asked} == {7}, "asked for all"
+    assert max(s.num_sampled for s in asked) == 1 + num_drafts, "but not all verified"
+    assert (7, 7) in told.given
+    wrong = [c for c in told.found if c.is_rejected]
+    right = [c for c in told.found if c.is_last and not c.is_rejected]
+    assert wrong and right and all(c.num_accepted == 7 for c in right)
+    assert {step.is_shadow for step in told.steps} == {num_drafts == 0}
+
+
+def test_drafts_of_a_request_that_is_not_compared_are_all_verified() -> None:
+    runner, told = Countdown(7), Comparing(3, [0, 7])
+    assert run(runner, told, 2) == [list(range(5, 45)), list(range(6, 46))]
+    by_slot: dict[int, set[int]] = {}
+    for step in runner.steps:
+        if len(step.scheduled) == 2:
+            for s in step.scheduled:
+                by_slot.setdefault(s.slot, set()).add(s.num_drafts)
+    assert sorted(map(sorted, by_slot.values())) == [[3], [7]]
+
+
+@pytest.mark.parametrize("given", [{"drafter_has_kv": True}, {"drafter_may_rest": False}, {"async_depth": 1}])
+def test_only_drafts_that_the_host_knows_in_time_and_that_cost_no_rows_are_compared(
+    given: dict[str, Any],
+) -> None:
+    class Told(Comparing):
+        def verified(self, request: Progress, num_drafted: int, num_accepted: int) -> None:
+            self.rounds += 1
+
+        rounds = 0
+
+    runner, told = Countdown(7), Told(3, [7])
+    for name, value in given.items():
+        setattr(runner, name, value)
+    run(runner, told)
+    assert told.rounds and not told.found
+
+
+def shown(its: AutoPolicy, one: Progress, number: int, accepted: int) -> None:
+    for _ in range(number):
+        its.proposed(one, 8, 8)
+        its.compared(one, Comparison(8, 8, 0, accepted, accepted < 8))
+
+
+def test_comparisons_show_what_drafts_are_worth_that_nobody_verified() -> None:
+    """Four requests: drafts right at the expected rate do not pay, and all right they do."""
+    its, four = policy(0.6, row=0.5), [request(4) for _ in range(4)]
+    for _ in range(40):
+        assert its.choose(four, 0) == [0] * 4 or its.acceptance.survival()[0] > 0.8
+        for one in four:
+            shown(its, one, 1, 8)
+        its.finished(StepOutcome(4, 4, 8, 4, 100, 3.0, is_shadow=True))
+        its.finished(StepOutcome(4, 4, 0, 4, 100, 3.0))
+    assert its.choose(four, 0) == [8] * 4
+    assert its.savings >= ALLOWANCE, "comparing costs no savings"
+
+
+def test_late_drafts_are_known_although_only_early_ones_are_verified() -> None:
+    its, one = policy(0.6), request(4)
+    shown(its, one, 30, 1)
+    assert its.acceptance.survival()[0] > 0.8 > 0.3 > its.acceptance.survival()[1]
+
+
+def test_comparing_takes_turns_and_little_time() -> None:
+    its = policy(0.6, row=0.5)
+    num_requests = MOST_SHADOWS + 4
+    seen = [its.shadows([0] * num_requests, 0) for _ in range(20 * PLAIN_EVERY)]
+    times = [number for number, found in enumerate(seen) if any(found)]
+    assert times[0] == 0 and min(b - a for a, b in itertools.pairwise(times)) >= PLAIN_EVERY
+    assert all(sum(map(bool, seen[number])) == MOST_SHADOWS for number in times)
+    assert all(any(seen[number][i] for number in times) for i in range(num_requests)), "each has its turn"
+    its = policy(0.6, step=10.0)  # a draft takes the drafter as long as ten steps
+    assert sum(any(its.shadows([0], 0)) for _ in range(500)) == 1
+
+
+def test_those_that_draft_are_compared_in_each_step_at_first_and_later_in_some() -> None:
+    its, two = policy(0.9), [request(4), request(5)]
+    its.savings = 30.0
+    seen = []
+    for _ in range(200):
+        seen.append(its.shadows(its.choose(two, 0), 0))
+        its.finished(StepOutcome(2, 18, 8, 18, 100, 1.0))
+    assert all(found == [8, 8] for found in seen[:5])
+    later = sum(any(found) for found in seen[-80:])
+    assert 80 // SHADOWS_EVERY <= later <= 80 // SHADOWS_EVERY + 80 // PLAIN_EVERY
+
+
+@pytest.mark.parametrize("buckets", [(), (1, 2, 4)])
+def test_a_step_may_take_long_if_counts_vouch_for_its_tokens(buckets: tuple[int, ...]) -> None:
+    """Eight drafts take three plain steps longer, more than the savings allow."""
+    its, one = policy(0.95, row=0.3, step=0.05, base=1.0, buckets=buckets), request(4)
+    its.savings = 2.0
+
+    def drafts() -> int:
+        choice = its.best({its.acceptance.class_of(one.record): 1}, stake=STAKE * its.savings)
+        return max(choice.num_drafts.values(), default=0)
+
+    assert 0 <= drafts() < 8, "by what is expected alone"
+    for _ in range(60):
+        its.proposed(one, 8, 8)
+        its.verified(one, 8, 8)
+    assert drafts() == 8
+    choice = its.best({its.acceptance.class_of(one.record): 1}, stake=STAKE * its.savings)
+    assert choice.risk < 0.0
+
+
+def test_what_counts_vouch_for_is_less_than_what_is_expected() -> None:
+    acceptance, record = Acceptance(2, expected=0.9), AcceptanceRecord()
+    assert acceptance.vouched(0) == [0.0, 0.0]
+    for _ in range(500):
+        acceptance.count(record, 2, 2)
+        assert acceptance.vouched(0)[0] < acceptance.survival(0)[0]
+    assert acceptance.vouched(0)[1] > 0.9
+
+
+def test_few_steps_with_drafts_correct_the_costs_once_savings_are_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    its, heard = policy(0.9), list[StepOutcome]()
+    monkeypatch.setattr(StepCosts, "observe", lambda costs, step: heard.append(step))
+    for savings, every in ((0.0, 1), (20.0, OBSERVED_EVERY)):
+        heard.clear()
+        for _ in range(40):
+            its.savings = savings
+            its.finished(StepOutcome(1, 9, 8, 5, 100, 1.0))
+        assert len(heard) == 40 // every
+
+
+SUFFIX = {"method": "suffix", "suffix_decoding_max_cached_requests": 0}
+
+
+@pytest.mark.parametrize("config", [{"method": "ngram"}, SUFFIX])
+def test_a_comparison_tells_what_verifying_would_have(config: dict[str, Any]) -> None:
+    """Two runs of one text: in the first all drafts of a round are verified, in the second they are only compared."""
+    llm = LLM(assets.path("tiny"), max_num_seqs=1, speculative_config=config)
+    verified, compared = dict[int, int](), dict[int, int]()  # first position -> accepted drafts
+
+    class Verifying(FixedPolicy):
+        def verified(self, request: Progress, num_drafted: int, num_accepted: int) -> None:
+            if num_accepted < num_drafted:
+                verified[len(request.tokens) - num_accepted - 1] = num_accepted
+
+    class Looking(Comparing):
+        def compared(self, request: Progress, found: Comparison) -> None:
+            if found.is_rejected:
+                compared[len(request.tokens) - found.num_accepted - 1] = found.num_accepted
+
+    prompt = "def add(a, b):\n    return a + b\n\n\ndef subtract(a, b):\n    return a"
+    params = SamplingParams(temperature=0.7, seed=1, max_tokens=200, ignore_eos=True)
+    outputs = []
+    for its in (Verifying(8), Looking(0, [8])):
+        llm.core.policy = its
+        (found,) = llm.generate([prompt], params, use_tqdm=False)
+        outputs.append(found.outputs[0].token_ids)
+    assert outputs[0] == outputs[1]
+    assert len(verified) > 3 and verified.items() <= compared.items()
