@@ -11,6 +11,7 @@ import pytest
 from draftproof import LLM, SamplingParams, assets
 from draftproof.engine.acceptance import Acceptance, AcceptanceRecord
 from draftproof.engine.costs import StepCosts, StepOutcome
+from draftproof.engine.drafting import COMPARED_EVERY
 from draftproof.engine.policy import (
     ALLOWANCE,
     MOST_SHADOWS,
@@ -118,6 +119,16 @@ def test_drafts_beyond_those_verified_are_compared(num_drafts: int) -> None:
     right = [c for c in told.found if c.is_last and not c.is_rejected]
     assert wrong and right and all(c.num_accepted == 7 for c in right)
     assert {step.is_shadow for step in told.steps} == {num_drafts == 0}
+
+
+def test_what_is_wrong_is_told_no_earlier_than_what_is_right() -> None:
+    engine, told = core(Countdown(7)), Comparing(1, [7])
+    steps = list[int]()
+    told.compared = lambda request, found: steps.append(engine.stats.num_steps)  # type: ignore[method-assign]
+    engine.policy = told
+    engine.add_request("a", spec(5, 40))
+    finish(engine)
+    assert len(steps) > len(set(steps)) > 3 and {number % COMPARED_EVERY for number in steps} == {0}
 
 
 def test_drafts_of_a_request_that_is_not_compared_are_all_verified() -> None:
@@ -242,8 +253,13 @@ SUFFIX = {"method": "suffix", "suffix_decoding_max_cached_requests": 0}
 
 
 @pytest.mark.parametrize("config", [{"method": "ngram"}, SUFFIX])
-def test_a_comparison_tells_what_verifying_would_have(config: dict[str, Any]) -> None:
+def test_a_comparison_tells_what_verifying_would_have(
+    monkeypatch: pytest.MonkeyPatch, config: dict[str, Any]
+) -> None:
     """Two runs of one text: in the first all drafts of a round are verified, in the second they are only compared."""
+    monkeypatch.setattr(
+        "draftproof.engine.drafting.COMPARED_EVERY", 1
+    )  # so that positions are those of tokens
     llm = LLM(assets.path("tiny"), max_num_seqs=1, speculative_config=config)
     verified, compared = dict[int, int](), dict[int, int]()  # first position -> accepted drafts
 

@@ -240,7 +240,7 @@ class EngineCore:
     ) -> None:
         """Tell the policy what became of the request's drafts, of which `num_observed` count, and of its new ones."""
         if self._drafting.compares:
-            self._drafting.compare(request)
+            self._drafting.compare(request, self.stats.num_steps)
             return
         if num_observed and not request.forced:  # forced drafts say nothing about the drafters' acceptance
             self.policy.verified(request, num_observed, delta.num_accepted)

@@ -13,6 +13,8 @@ from draftproof.engine.progress import Progress
 from draftproof.engine.scheduler import PlannedRows, Scheduler
 from draftproof.engine.shadows import Shadow, Shadowing
 
+COMPARED_EVERY = 4  # steps between comparisons of drafts with the output
+
 
 class Wanted(NamedTuple):
     """Drafts to ask for after a step, per request. `shadowing`: what is to become of them; see `InFlightStep`."""
@@ -28,6 +30,8 @@ class Drafting:
         self.policy = policy
         self._runner = runner
         self._scheduler = scheduler
+        # the drafter sees tokens only and may miss some, and the host knows its drafts before it plans the next step
+        self._can_compare = runner.drafter_may_rest and not runner.drafter_has_kv and not runner.async_depth
         self._last_result = 0.0  # when a step's result was last taken in: seconds of `time.perf_counter`
 
     def wanted(self, rows: Sequence[PlannedRows]) -> Wanted:
@@ -39,19 +43,17 @@ class Drafting:
         num_others = len(rows) - len(asked)
         chosen = self.policy.choose(asked, num_others)
         most = _of_rows(rows, asked, chosen)
-        if not self.compares:
+        shadows = self.policy.shadows(chosen, num_others) if self.compares else ()
+        if not any(shadows):
             return Wanted(most)
-        shadows = _of_rows(rows, asked, self.policy.shadows(chosen, num_others))
+        shadows = _of_rows(rows, asked, shadows)
         num_drafts = [max(pair) for pair in zip(most, shadows, strict=True)]
         return Wanted(num_drafts, Shadowing(most, [number > 0 for number in shadows]))
 
     @property
     def compares(self) -> bool:
-        """Whether the policy learns from comparing drafts with the output, not from verifying them: if it asks for it
-        and the drafter sees only tokens and may miss some, where the host knows drafts before it plans a step."""
-        runner = self._runner
-        is_able = runner.drafter_may_rest and not runner.drafter_has_kv and not runner.async_depth
-        return is_able and self.policy.compares
+        """Whether the policy learns from comparing drafts with the output, not from verifying them."""
+        return self._can_compare and self.policy.compares
 
     def price(self, wanted: Sequence[int]) -> float:
         """`StepInput.price` for a drafter that reads it; 0 if it is to make no drafts."""
@@ -81,8 +83,11 @@ class Drafting:
             return False
         return self.policy.will_draft(request, self._scheduler.num_soon - 1, num_lost)
 
-    def compare(self, request: Progress) -> None:
-        """Report to the policy what a request's new tokens tell of its shadow drafts."""
+    def compare(self, request: Progress, num_steps: int) -> None:
+        """Report to the policy what a request's new tokens tell of its shadow drafts, in some of `num_steps` so far: in
+        the same ones whether they are right or wrong, else what is wrong would be known earlier."""
+        if not request.shadows or num_steps % COMPARED_EVERY:
+            return
         open_shadows = []
         for shadow in request.shadows:
             found = shadow.compare(request.tokens)
@@ -100,7 +105,8 @@ class Drafting:
                 continue
             start, num_drafts = len(request.tokens), request.num_drafts
             num_asked = min(flight.scheduled[number].num_drafts, request.spec.limit - start - 1)
-            self.policy.proposed(request, num_asked, num_drafts)
+            if num_asked > 0:
+                self.policy.proposed(request, num_asked, num_drafts)
             if num_drafts:
                 drafts = self._runner.known_drafts(request.slot, start, num_drafts)
                 request.shadows.append(Shadow(start, drafts, num_asked))
