@@ -51,7 +51,7 @@ class FakeRunner:
     """Its next token is the length of the text so far; half of its drafts are right. `before` sees each step first."""
 
     vocab_size = max_model_len = 1000
-    drafter_has_kv = drafter_may_rest = True
+    drafter_has_kv = drafter_may_rest = drafter_is_lookup = True
     drafter_estimates = False
     most_forced = 0
     drafter_names = ("first", "second")
@@ -60,6 +60,7 @@ class FakeRunner:
         self.num_drafts, self.async_depth, self.known = num_drafts, async_depth, dict[int, int]()
         self.steps: list[StepInput] = []
         self.before: Callable[[StepInput], Any] = lambda step: None
+        self.kept_drafts: list[tuple[int, int]] = []
         self.is_open = True
 
     def run(self, step: StepInput) -> Pending:
@@ -78,6 +79,9 @@ class FakeRunner:
 
     def known_drafts(self, slot: int, num_known: int, num_drafts: int) -> list[int]:
         return list(range(num_drafts))
+
+    def keep_drafts(self, slot: int, num_drafts: int) -> None:
+        self.kept_drafts.append((slot, num_drafts))
 
     def shutdown(self) -> None:
         self.is_open = False

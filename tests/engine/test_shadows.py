@@ -1,4 +1,4 @@
-"""Shadow drafts: compared with the output instead of being verified. No engine with weights, no clock."""
+"""Shadow drafts: compared with the output instead of being verified. No clock."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import pytest
 
 from draftproof import LLM, SamplingParams, assets
 from draftproof.engine.acceptance import Acceptance, AcceptanceRecord
-from draftproof.engine.costs import StepCosts, StepOutcome
+from draftproof.engine.costs import DraftCosts, StepCosts, StepOutcome
 from draftproof.engine.drafting import COMPARED_EVERY
 from draftproof.engine.policy import (
     ALLOWANCE,
     MOST_SHADOWS,
     OBSERVED_EVERY,
     PLAIN_EVERY,
+    ROUNDS_KEPT,
     SHADOWS_EVERY,
     STAKE,
     AutoPolicy,
@@ -114,6 +115,7 @@ def test_drafts_beyond_those_verified_are_compared(num_drafts: int) -> None:
     asked = [s for step in runner.steps for s in step.scheduled]
     assert {s.num_drafts for s in asked} == {7}, "asked for all"
     assert max(s.num_sampled for s in asked) == 1 + num_drafts, "but not all verified"
+    assert {number for _, number in runner.kept_drafts} == {num_drafts}, "nor left for padding rows to verify"
     assert (7, 7) in told.given
     wrong = [c for c in told.found if c.is_rejected]
     right = [c for c in told.found if c.is_last and not c.is_rejected]
@@ -128,7 +130,7 @@ def test_what_is_wrong_is_told_no_earlier_than_what_is_right() -> None:
     engine.policy = told
     engine.add_request("a", spec(5, 40))
     finish(engine)
-    assert len(steps) > len(set(steps)) > 3 and {number % COMPARED_EVERY for number in steps} == {0}
+    assert len(steps) > len(set(steps)) > 3 and {number % COMPARED_EVERY for number in steps[:-8]} == {0}
 
 
 def test_drafts_of_a_request_that_is_not_compared_are_all_verified() -> None:
@@ -142,9 +144,17 @@ def test_drafts_of_a_request_that_is_not_compared_are_all_verified() -> None:
     assert sorted(map(sorted, by_slot.values())) == [[3], [7]]
 
 
-@pytest.mark.parametrize("given", [{"drafter_has_kv": True}, {"drafter_may_rest": False}, {"async_depth": 1}])
+NOT_COMPARED = {
+    "drafter_has_kv": True,
+    "drafter_may_rest": False,
+    "drafter_is_lookup": False,
+    "async_depth": 1,
+}
+
+
+@pytest.mark.parametrize(("name", "value"), NOT_COMPARED.items())
 def test_only_drafts_that_the_host_knows_in_time_and_that_cost_no_rows_are_compared(
-    given: dict[str, Any],
+    name: str, value: Any
 ) -> None:
     class Told(Comparing):
         def verified(self, request: Progress, num_drafted: int, num_accepted: int) -> None:
@@ -153,8 +163,7 @@ def test_only_drafts_that_the_host_knows_in_time_and_that_cost_no_rows_are_compa
         rounds = 0
 
     runner, told = Countdown(7), Told(3, [7])
-    for name, value in given.items():
-        setattr(runner, name, value)
+    setattr(runner, name, value)
     run(runner, told)
     assert told.rounds and not told.found
 
@@ -224,7 +233,7 @@ def test_a_step_may_take_long_if_counts_vouch_for_its_tokens(buckets: tuple[int,
         its.verified(one, 8, 8)
     assert drafts() == 8
     choice = its.best({its.acceptance.class_of(one.record): 1}, stake=STAKE * its.savings)
-    assert choice.risk < 0.0
+    assert choice.risk == 0.0
 
 
 def test_what_counts_vouch_for_is_less_than_what_is_expected() -> None:
@@ -282,3 +291,50 @@ def test_a_comparison_tells_what_verifying_would_have(
         outputs.append(found.outputs[0].token_ids)
     assert outputs[0] == outputs[1]
     assert len(verified) > 3 and verified.items() <= compared.items()
+
+
+def test_the_device_keeps_no_drafts_that_are_not_to_be_verified() -> None:
+    """Else a padding row would verify them, which a grammar's masks do not cover."""
+    llm = LLM(assets.path("tiny"), max_num_seqs=2, speculative_config={"method": "ngram"})
+    llm.core.policy = Comparing(1, [8, 0])
+    seen = 0
+    for number in range(2):
+        llm.core.add_request(str(number), spec(40, 60))
+    while llm.core.has_work:
+        llm.core.step()
+        for one in llm.core.scheduler.running:
+            counts = llm.core.runner.state.slots.draft_count_S  # type: ignore[attr-defined]
+            assert int(counts[one.slot]) == one.num_drafts <= 1 or not one.num_outputs
+            seen += one.num_drafts
+    assert seen > 10
+
+
+def test_plain_steps_are_told_of_beside_shadow_drafts() -> None:
+    """At any phase of the two: a choice of no drafts must come to an end."""
+    for num_before in range(PLAIN_EVERY):
+        runner, its = Countdown(8), policy(0.02)
+        its.costs.draft = DraftCosts()
+        its.costs.draft.set(1, 8, 1e-3)
+        engine = core(runner)
+        engine.policy = its
+        engine.stats.num_steps = num_before
+        engine.add_request("a", spec(5, 150))
+        choices = []
+        while engine.has_work:
+            engine.step()
+            if not choices or choices[-1] is not its._kept:
+                choices.append(its._kept)
+        assert its.savings > ALLOWANCE and len(choices) > 3
+
+
+def test_a_choice_that_counts_vouched_for_ends_when_the_savings_do() -> None:
+    its, one = policy(0.95, row=0.3), request(4)
+    for _ in range(60):
+        its.proposed(one, 8, 8)
+        its.verified(one, 8, 8)
+    its.savings = ALLOWANCE
+    assert its.choose([one], 0) == [8] and its._kept is not None and not its._kept.may_wait
+    for number in range(ROUNDS_KEPT):
+        its.finished(StepOutcome(1, 9, 8, 1, 100, 4.0))
+        assert its._kept.is_over == (its.savings == 0.0), number
+    assert its._kept.is_over

@@ -240,7 +240,8 @@ class EngineCore:
     ) -> None:
         """Tell the policy what became of the request's drafts, of which `num_observed` count, and of its new ones."""
         if self._drafting.compares:
-            self._drafting.compare(request, self.stats.num_steps)
+            is_last = delta.finish_reason is not None
+            self._drafting.compare(request, self.stats.num_steps, is_last=is_last)
             return
         if num_observed and not request.forced:  # forced drafts say nothing about the drafters' acceptance
             self.policy.verified(request, num_observed, delta.num_accepted)

@@ -1,6 +1,6 @@
 """Cost model of a step, in seconds: the target's pass by rows and context, the draft pass by drafts and requests.
 
-Measured by a short profile at the engine's start (`engine/profile.py`) and corrected by each step that runs.
+Measured by a short profile at the engine's start (`engine/profile.py`) and corrected by steps that run.
 R requests.
 """
 

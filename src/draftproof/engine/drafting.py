@@ -30,8 +30,9 @@ class Drafting:
         self.policy = policy
         self._runner = runner
         self._scheduler = scheduler
-        # the drafter sees tokens only and may miss some, and the host knows its drafts before it plans the next step
-        self._can_compare = runner.drafter_may_rest and not runner.drafter_has_kv and not runner.async_depth
+        # drafts cost hardly anything, and the host knows them before it plans the next step
+        is_cheap = runner.drafter_is_lookup and runner.drafter_may_rest and not runner.drafter_has_kv
+        self._can_compare = is_cheap and not runner.async_depth
         self._last_result = 0.0  # when a step's result was last taken in: seconds of `time.perf_counter`
 
     def wanted(self, rows: Sequence[PlannedRows]) -> Wanted:
@@ -83,10 +84,10 @@ class Drafting:
             return False
         return self.policy.will_draft(request, self._scheduler.num_soon - 1, num_lost)
 
-    def compare(self, request: Progress, num_steps: int) -> None:
-        """Report to the policy what a request's new tokens tell of its shadow drafts, in some of `num_steps` so far: in
-        the same ones whether they are right or wrong, else what is wrong would be known earlier."""
-        if not request.shadows or num_steps % COMPARED_EVERY:
+    def compare(self, request: Progress, num_steps: int, *, is_last: bool) -> None:
+        """Report to the policy what a request's new tokens tell of its shadow drafts, in some of `num_steps` so far and
+        at its end: at the same times whether they are right or wrong, else what is wrong would be known earlier."""
+        if not request.shadows or (num_steps % COMPARED_EVERY and not is_last):
             return
         open_shadows = []
         for shadow in request.shadows:
@@ -110,7 +111,9 @@ class Drafting:
             if num_drafts:
                 drafts = self._runner.known_drafts(request.slot, start, num_drafts)
                 request.shadows.append(Shadow(start, drafts, num_asked))
-                request.num_drafts = min(num_drafts, shadowing.most[number])
+                if num_drafts > shadowing.most[number]:
+                    request.num_drafts = shadowing.most[number]
+                    self._runner.keep_drafts(request.slot, request.num_drafts)
 
     def finished(
         self, flight: InFlightStep, results: Sequence[RowResult], *, was_wanted: bool, num_steps: int

@@ -258,6 +258,11 @@ class Runner(Protocol):
         ...
 
     @property
+    def drafter_is_lookup(self) -> bool:
+        """Whether the drafter runs no model: it finds drafts in known tokens alone."""
+        ...
+
+    @property
     def drafter_may_rest(self) -> bool:
         """Whether steps without drafts may skip the drafter. A user's drafter is called after every pass."""
         ...
@@ -276,6 +281,11 @@ class Runner(Protocol):
 
     def known_drafts(self, slot: int, num_known: int, num_drafts: int) -> list[int]:
         """The drafts that follow a slot's `num_known` known tokens."""
+        ...
+
+    def keep_drafts(self, slot: int, num_drafts: int) -> None:
+        """Drop a slot's drafts beyond the first `num_drafts`, so that no padding row verifies them. Only where no step
+        is in flight."""
         ...
 
     def shutdown(self) -> None:

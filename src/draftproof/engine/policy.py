@@ -39,7 +39,7 @@ PLAIN_EVERY = 8
 OBSERVED_EVERY = 4
 MOST_KEPT, FIRST_KEPT = 8, 2
 CHOOSING_SHARE = 0.01
-# Share of the time that drafts may take which are only compared; at most one step in `PLAIN_EVERY` makes them.
+# Share of the time that making drafts may take while none are verified; less than one step in `PLAIN_EVERY` makes them.
 SHADOW_SHARE = 0.01
 MOST_SHADOWS = 8  # requests of a step whose drafts are compared
 SHADOWS_EVERY = 4  # drafts of the same requests are later compared in one of so many steps
@@ -76,7 +76,7 @@ class Policy(Protocol):
         ...
 
     def verified(self, request: Progress, num_drafted: int, num_accepted: int) -> None:
-        """A request's drafts were verified. Not called where drafts can be compared with the output."""
+        """A request's drafts were verified. Not called where they are compared with the output."""
         ...
 
     def compared(self, request: Progress, found: Comparison) -> None:
@@ -130,7 +130,7 @@ class FixedPolicy:
 
 class Choice(NamedTuple):
     """Number of drafts for each class of requests, and the expected tokens and seconds of a step with them. `risk`:
-    most that it is expected to lose against a plain step, in plain steps."""
+    what it may lose against a plain step, in plain steps."""
 
     num_drafts: Mapping[RequestClass, int]
     tokens: float
@@ -191,7 +191,7 @@ class Kept:
         self.num_told += 1
         if not self.choice.num_drafts:
             self.is_over = self.num_told >= TOLD_KEPT * self.longer
-        elif not self.may_wait and STAKE * savings < self.choice.risk:
+        elif not self.may_wait and (STAKE * savings < self.choice.risk or not savings):
             self.is_over = True
 
 
@@ -216,7 +216,9 @@ class AutoPolicy:
     compares: bool = True
     _num_taken: int = 0  # steps taken in
     _until_shadows: int = 0  # steps until requests without drafts have shadow drafts, too
-    _first_shadow: int = 0  # the first request whose turn it is
+    _first_shadow: list[int] = field(
+        default_factory=lambda: [0, 0]
+    )  # whose turn it is: of those that draft, of all
     # reports to be taken in: (method, arguments); and steps
     _reports: list[tuple[Callable[..., None], tuple[Any, ...]]] = field(default_factory=list)
     _steps: list[StepOutcome] = field(default_factory=list)
@@ -242,7 +244,8 @@ class AutoPolicy:
         enough = self._choosing_seconds / (CHOOSING_SHARE * choice.seconds) / num_steps
         is_first = before is None or not before.is_for(asked, num_others)  # then little is known of some
         longer = max(1, min(round(enough / 2), FIRST_KEPT) if is_first else min(round(enough), MOST_KEPT))
-        may_wait = bool(choice.num_drafts) and self.savings - longer * num_steps * choice.risk >= ALLOWANCE
+        worst = choice.seconds / self.costs.plain(len(asked) + num_others, self._context) - 1.0
+        may_wait = bool(choice.num_drafts) and self.savings - longer * num_steps * worst >= ALLOWANCE
         return Kept(asked, num_others, num_drafts, choice, is_first, longer, may_wait)
 
     def _report(self, take: Callable[..., None], *given: Any) -> None:
@@ -284,15 +287,15 @@ class AutoPolicy:
         if not chosen or (self._until_shadows > 0 and self._until_shadows % every):
             return [0] * num_asked
         if self._until_shadows <= 0:
-            num_requests = num_asked + num_others
-            plain = self.costs.plain(num_requests, self._context)
-            longer = self.costs.step(num_requests, num_requests, most, self._context) / plain - 1.0
-            self._until_shadows = max(PLAIN_EVERY, math.ceil(longer / SHADOW_SHARE))
-            its_turn = list(range(num_asked))
+            plain = self.costs.plain(num_asked + num_others, self._context)
+            seconds = self.costs.draft.at(min(num_asked, MOST_SHADOWS), most)
+            # never in step with the reported plain steps, or these would all have shadow drafts
+            self._until_shadows = max(PLAIN_EVERY + 1, math.ceil(seconds / (SHADOW_SHARE * plain)))
+            its_turn, of_all = list(range(num_asked)), True
         else:
-            its_turn = [number for number, drafts in enumerate(chosen) if drafts]
+            its_turn, of_all = [number for number, drafts in enumerate(chosen) if drafts], False
         if len(its_turn) > MOST_SHADOWS:
-            self._first_shadow = first = (self._first_shadow + MOST_SHADOWS) % len(its_turn)
+            first = self._first_shadow[of_all] = (self._first_shadow[of_all] + MOST_SHADOWS) % len(its_turn)
             its_turn = [*its_turn[first:], *its_turn[:first]][:MOST_SHADOWS]
         found = [0] * num_asked
         for number in its_turn:
@@ -349,7 +352,7 @@ class AutoPolicy:
             if best is None or best.speed <= WORTH_IT * plain.speed:
                 return plain
             risk = best.seconds / plain.seconds - 1.0
-        return best._replace(risk=risk)
+        return best._replace(risk=max(0.0, risk))
 
     def _vouched_tokens(self, counts: Mapping[RequestClass, int], choice: Choice) -> float:
         """Accepted drafts of a step with this choice, by counts so far alone."""

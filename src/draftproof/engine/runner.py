@@ -103,6 +103,7 @@ class ModelRunner:
     drafter_names: tuple[str, ...] = ()  # one for each of `sandboxes`
     most_forced: int = 0  # maximum number of forced drafts per request; attributed to the last drafter
     drafter_may_rest: bool = True  # the drafter need not see steps without drafts
+    drafter_is_lookup: bool = False  # it runs no model
     async_depth: int = 0  # passes that may be in flight when a step ends
     price: Tensor | None = None  # `StepInput.price`, in memory that a drafter reads
     num_threads: int = 1  # thread count of the certificates, which torch is set to for each pass
@@ -138,6 +139,10 @@ class ModelRunner:
     def known_drafts(self, slot: int, num_known: int, num_drafts: int) -> list[int]:
         """See `interface.Runner`."""
         return self.state.tokens(slot, num_known, num_drafts)
+
+    def keep_drafts(self, slot: int, num_drafts: int) -> None:
+        """See `interface.Runner`."""
+        self.state.keep_drafts(slot, num_drafts)
 
     @as_certified
     def run(self, step: StepInput) -> LaunchedStep:

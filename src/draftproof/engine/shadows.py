@@ -1,6 +1,6 @@
 """Shadow drafts: compared with the output as it comes, whether they are verified or not.
 
-The output does not depend on drafts, so the comparison tells exactly how many would have been accepted. It costs no
+The output does not depend on drafts, so the comparison tells how many of them would have been accepted. It costs no
 rows of the target, only the drafter's time. What rounds alone tell is biased: how far they look depends on what the
 policy expects of a request.
 """

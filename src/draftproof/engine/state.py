@@ -65,6 +65,7 @@ class State:
         # On a CPU steps are written to fixed buffers, one for each number of requests, so that they can be replayed.
         self._tables = Integers(self.block_tables_GSB) if device.type == "cpu" else None
         self._tokens = Integers(self.slots.tokens_SL) if device.type == "cpu" else None
+        self._draft_counts = Integers(self.slots.draft_count_S) if device.type == "cpu" else None
         self._steps: dict[int, Integers] = {}
 
     def admit(self, slot: int, tokens: Seq[int], num_computed: int, limit: int) -> None:
@@ -87,6 +88,13 @@ class State:
             at = slot * self.slots.tokens_SL.shape[1] + first
             return list(self._tokens.items[at : at + number])
         return [int(t) for t in self.slots.tokens_SL[slot, first : first + number].tolist()]
+
+    def keep_drafts(self, slot: int, number: int) -> None:
+        """Drop the slot's drafts beyond the first `number`; it has at least as many."""
+        if self._draft_counts is not None:
+            self._draft_counts.items[slot] = number
+        else:
+            self.slots.draft_count_S[slot] = number
 
     def force(self, slot: int, position: int, drafts: Seq[int]) -> None:
         """Replace the slot's drafts by `drafts`, the first of which is for `position`."""

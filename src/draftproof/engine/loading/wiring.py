@@ -11,7 +11,7 @@ import torch
 from draftproof.cache.pages import PageAllocator
 from draftproof.cache.windows import WindowPages
 from draftproof.config import EngineConfig
-from draftproof.drafters.base import Drafter, DraftRuntime, KnownTokens
+from draftproof.drafters.base import Drafter, DraftRuntime, KnownTokens, RoundSize
 from draftproof.drafters.contained import DrafterError
 from draftproof.engine import profile, reporting
 from draftproof.engine.acceptance import Acceptance
@@ -28,6 +28,7 @@ from draftproof.engine.scheduler import Scheduler
 from draftproof.engine.shapes import Shapes, mixed_sizes, numbers_of_requests
 from draftproof.engine.state import State
 from draftproof.metrics import EngineStats
+from draftproof.models.cost import Cost
 from draftproof.models.decoder import Decoder
 from draftproof.runtime import environment, native
 from draftproof.runtime.room import free_bytes
@@ -158,10 +159,17 @@ def _runner(
         most_forced=drafters.most_forced if config.verification == "exact" else 0,
         on_device=on_device,
         drafter_may_rest=drafters.is_trusted,
+        drafter_is_lookup=_is_lookup(drafters),
         async_depth=int(on_device and device.type == "cuda"),
         price=memory_lent.price,
         num_threads=torch.get_num_threads(),
     )
+
+
+def _is_lookup(drafters: Drafters) -> bool:
+    """Whether the drafter reads no weights."""
+    size = RoundSize(requests=1, rows=1, context=1, num_drafts=1)
+    return drafters.drafter is not None and drafters.drafter.cost(size) == Cost()
 
 
 def _sampling_table(base: Base, num_drafts: int) -> SamplingTable:
