@@ -133,6 +133,15 @@ def test_what_is_wrong_is_told_no_earlier_than_what_is_right() -> None:
     assert len(steps) > len(set(steps)) > 3 and {number % COMPARED_EVERY for number in steps[:-8]} == {0}
 
 
+def test_the_end_of_an_output_is_compared_at_once() -> None:
+    """An output of three tokens ends before comparisons are due."""
+    engine, told = core(Countdown(7)), Comparing(0, [7])
+    engine.policy = told
+    engine.add_request("a", spec(5, 3))
+    finish(engine)
+    assert told.found and engine.stats.num_steps <= COMPARED_EVERY
+
+
 def test_drafts_of_a_request_that_is_not_compared_are_all_verified() -> None:
     runner, told = Countdown(7), Comparing(3, [0, 7])
     assert run(runner, told, 2) == [list(range(5, 45)), list(range(6, 46))]
