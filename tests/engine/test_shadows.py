@@ -275,9 +275,8 @@ def test_a_comparison_tells_what_verifying_would_have(
     monkeypatch: pytest.MonkeyPatch, config: dict[str, Any]
 ) -> None:
     """Two runs of one text: in the first all drafts of a round are verified, in the second they are only compared."""
-    monkeypatch.setattr(
-        "draftproof.engine.drafting.COMPARED_EVERY", 1
-    )  # so that positions are those of tokens
+    # after each step, so that positions are those of tokens
+    monkeypatch.setattr("draftproof.engine.drafting.COMPARED_EVERY", 1)
     llm = LLM(assets.path("tiny"), max_num_seqs=1, speculative_config=config)
     verified, compared = dict[int, int](), dict[int, int]()  # first position -> accepted drafts
 

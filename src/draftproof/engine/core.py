@@ -245,7 +245,7 @@ class EngineCore:
             return
         if num_observed and not request.forced:  # forced drafts say nothing about the drafters' acceptance
             self.policy.verified(request, num_observed, delta.num_accepted)
-        num_asked = min(scheduled.num_drafts, request.spec.limit - len(request.tokens) - 1)
+        num_asked = min(scheduled.num_drafts, request.room)
         if num_asked > 0 and delta.finish_reason is None:
             self.policy.proposed(request, num_asked, result.num_proposed)
 

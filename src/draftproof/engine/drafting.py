@@ -105,7 +105,7 @@ class Drafting:
             if not is_compared or request.finish_reason is not None or request.slot < 0:
                 continue
             start, num_drafts = len(request.tokens), request.num_drafts
-            num_asked = min(flight.scheduled[number].num_drafts, request.spec.limit - start - 1)
+            num_asked = min(flight.scheduled[number].num_drafts, request.room)
             if num_asked > 0:
                 self.policy.proposed(request, num_asked, num_drafts)
             if num_drafts:

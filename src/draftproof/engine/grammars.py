@@ -40,7 +40,7 @@ def _must_follow(request: Progress, matcher: Matcher, runner: Runner) -> list[in
         return []
     if spec.members and len(runner.drafter_names) - 1 not in spec.members:
         return []
-    room = request.at_most(min(most, spec.limit - len(request.tokens) - 1))
+    room = request.at_most(min(most, request.room))
     return matcher.forced(room) if room > 0 else []
 
 

@@ -48,9 +48,10 @@ MOST_TOKENS = 256  # output length that a new request is expected to have at mos
 
 
 class Policy(Protocol):
-    """`compares`: whether it wants to know what becomes of drafts that are not verified, where that can be known."""
-
-    compares: bool
+    @property
+    def compares(self) -> bool:
+        """Whether it learns from comparing drafts with the output instead of from verifying them, where that can be."""
+        ...
 
     def choose(self, asked: list[Progress], num_others: int) -> list[int]:
         """Number of drafts for each of `asked`, which decode in the next pass beside `num_others` requests that cannot
@@ -129,12 +130,14 @@ class FixedPolicy:
 
 
 class Choice(NamedTuple):
-    """Number of drafts for each class of requests, and the expected tokens and seconds of a step with them. `risk`:
-    what it may lose against a plain step, in plain steps."""
+    """Number of drafts for each class of requests, and the expected tokens and seconds of a step with them. `worst`:
+    what it loses against a plain step if no draft is accepted, in plain steps; `risk`: what it may lose, given what
+    counts so far vouch for."""
 
     num_drafts: Mapping[RequestClass, int]
     tokens: float
     seconds: float
+    worst: float = 0.0
     risk: float = 0.0
 
     @property
@@ -213,7 +216,6 @@ class AutoPolicy:
     savings: float = ALLOWANCE
     _context: int = 0  # tokens of all requests, in the last step
     _kept: Kept | None = None
-    compares: bool = True
     _num_taken: int = 0  # steps taken in
     _until_shadows: int = 0  # steps until requests without drafts have shadow drafts, too
     _first_shadow: list[int] = field(
@@ -223,6 +225,10 @@ class AutoPolicy:
     _reports: list[tuple[Callable[..., None], tuple[Any, ...]]] = field(default_factory=list)
     _steps: list[StepOutcome] = field(default_factory=list)
     _choosing_seconds: float = 0.0  # time that the last choice took, with the reports before it
+
+    @property
+    def compares(self) -> bool:
+        return True
 
     def choose(self, asked: list[Progress], num_others: int) -> list[int]:
         if not asked:
@@ -244,8 +250,7 @@ class AutoPolicy:
         enough = self._choosing_seconds / (CHOOSING_SHARE * choice.seconds) / num_steps
         is_first = before is None or not before.is_for(asked, num_others)  # then little is known of some
         longer = max(1, min(round(enough / 2), FIRST_KEPT) if is_first else min(round(enough), MOST_KEPT))
-        worst = choice.seconds / self.costs.plain(len(asked) + num_others, self._context) - 1.0
-        may_wait = bool(choice.num_drafts) and self.savings - longer * num_steps * worst >= ALLOWANCE
+        may_wait = bool(choice.num_drafts) and self.savings - longer * num_steps * choice.worst >= ALLOWANCE
         return Kept(asked, num_others, num_drafts, choice, is_first, longer, may_wait)
 
     def _report(self, take: Callable[..., None], *given: Any) -> None:
@@ -339,28 +344,23 @@ class AutoPolicy:
         plain = Choice({}, float(num_requests), self.costs.plain(num_requests, context))
         best_of = self._best_alike if self.costs.is_padded else self._best_ragged
         stakes = stake, stake * STAKE_ON_MANY / STAKE
-        best = best_of(counts, num_requests, context, (math.inf, math.inf))
-        if best is None or best.speed <= WORTH_IT * plain.speed:
-            return plain
-        risk = best.seconds / plain.seconds - 1.0
-        many = max(best.num_drafts.values()) > self.costs.levels[1]
-        if risk > stakes[many]:
-            risk -= self._vouched_tokens(counts, best) / num_requests
-        if risk > stakes[many]:
-            most = plain.seconds * (1.0 + stakes[0]), plain.seconds * (1.0 + stakes[1])
-            best = best_of(counts, num_requests, context, most)
-            if best is None or best.speed <= WORTH_IT * plain.speed:
-                return plain
-            risk = best.seconds / plain.seconds - 1.0
-        return best._replace(risk=max(0.0, risk))
 
-    def _vouched_tokens(self, counts: Mapping[RequestClass, int], choice: Choice) -> float:
-        """Accepted drafts of a step with this choice, by counts so far alone."""
-        tokens = 0.0
-        for its_class, num_drafts in choice.num_drafts.items():
-            accepted = sum(self.acceptance.vouched(its_class.odds)[:num_drafts])
-            tokens += counts[its_class] * its_class.share / SHARES * accepted
-        return tokens
+        def search(limits: tuple[float, float]) -> Choice:
+            found = best_of(counts, num_requests, context, limits)
+            if found is None or found.speed <= WORTH_IT * plain.speed:
+                return plain
+            worst = found.seconds / plain.seconds - 1.0
+            return found._replace(worst=worst, risk=max(0.0, worst))
+
+        best = search((math.inf, math.inf))
+        most_risk = stakes[max(best.num_drafts.values(), default=0) > self.costs.levels[1]]
+        if best.risk <= most_risk:
+            return best
+        vouched = _num_accepted(counts, best.num_drafts, self.acceptance.vouched)
+        risk = max(0.0, best.worst - vouched / num_requests)
+        if risk <= most_risk:
+            return best._replace(risk=risk)
+        return search((plain.seconds * (1.0 + stakes[0]), plain.seconds * (1.0 + stakes[1])))
 
     def predict(self, num_requests: int, context: int = 0) -> Prediction:
         """The expected speed-up for `num_requests` new requests with `context` tokens in all."""
@@ -377,13 +377,11 @@ class AutoPolicy:
         level, and with others."""
         first, best = self.costs.levels[1], None
         for level in self.costs.levels_for(num_requests)[1:]:
-            tokens = float(num_requests)
-            for its_class, number in counts.items():
-                accepted = sum(self.acceptance.survival(its_class.odds)[:level])
-                tokens += number * its_class.share / SHARES * accepted
+            num_drafts = dict.fromkeys(counts, level)
+            tokens = num_requests + _num_accepted(counts, num_drafts, self.acceptance.survival)
             seconds = self.costs.step(num_requests, num_requests * (1 + level), level, context)
             if seconds <= most[level > first] and (best is None or tokens / seconds > best.speed):
-                best = Choice(dict.fromkeys(counts, level), tokens, seconds)
+                best = Choice(num_drafts, tokens, seconds)
         return best
 
     def _best_ragged(
@@ -482,3 +480,15 @@ class AutoPolicy:
                     longer[size] = self.costs.step(*size, step.context) / plain
                 gained = step.num_tokens / step.num_requests - longer[size]
             self.savings = min(MOST_SAVED, max(0.0, self.savings + gained))
+
+
+def _num_accepted(
+    counts: Mapping[RequestClass, int],
+    num_drafts: Mapping[RequestClass, int],
+    survival: Callable[[int], Sequence[float]],
+) -> float:
+    """Expected accepted drafts of a step with these numbers of drafts, by the `survival` of a class's odds."""
+    accepted = 0.0
+    for its_class, number in num_drafts.items():
+        accepted += counts[its_class] * its_class.share / SHARES * sum(survival(its_class.odds)[:number])
+    return accepted

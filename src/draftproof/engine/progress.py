@@ -132,6 +132,11 @@ class Progress:
         """Whether drafts are allowed for it, and some drafter has seen all its rows."""
         return (self.draft_hole is None or self.is_hole_partial) and self.spec.most_drafts != 0
 
+    @property
+    def room(self) -> int:
+        """Most drafts that may follow its tokens: the round that verifies them brings one token more."""
+        return self.spec.limit - len(self.tokens) - 1
+
     def at_most(self, num_drafts: int) -> int:
         """`num_drafts`, limited to what the request allows."""
         most = self.spec.most_drafts
