@@ -177,6 +177,10 @@ def test_only_drafts_that_the_host_knows_in_time_and_that_cost_no_rows_are_compa
     assert told.rounds and not told.found
 
 
+def test_nothing_is_compared_where_steps_are_padded_to_the_most_drafts() -> None:
+    assert policy(0.6).compares and not policy(0.6, buckets=(1, 2, 4)).compares
+
+
 def shown(its: AutoPolicy, one: Progress, number: int, accepted: int) -> None:
     for _ in range(number):
         its.proposed(one, 8, 8)

@@ -228,7 +228,8 @@ class AutoPolicy:
 
     @property
     def compares(self) -> bool:
-        return True
+        """Not where steps are padded to the most drafts that are made: each that is only compared would cost rows."""
+        return not self.costs.is_padded
 
     def choose(self, asked: list[Progress], num_others: int) -> list[int]:
         if not asked:
