@@ -495,6 +495,8 @@ def test_a_fault_while_slots_are_taken_back_hurts_nobody() -> None:
 class Chosen(FixedPolicy):
     """Asks for `by_length(num_outputs)` drafts for a request with that many output tokens."""
 
+    report_every = 1
+
     def __init__(self, by_length: Callable[[int], int], drafts_at_start: bool = True) -> None:
         super().__init__(0)
         self.by_length, self.drafts_at_start = by_length, drafts_at_start
@@ -680,6 +682,19 @@ def test_the_policy_does_not_hear_of_steps_that_are_yet_to_be_recorded(
     engine.add_request("a", spec(5, 12))
     finish(engine)
     assert not heard
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_the_policy_hears_of_as_many_steps_as_it_wants(every: int) -> None:
+    heard: list[StepOutcome] = []
+    engine = core(FakeRunner(3))
+    engine.policy = Chosen(lambda num_outputs: 3)
+    engine.policy.report_every = every  # type: ignore[misc]
+    engine.policy.finished = heard.append  # type: ignore[method-assign]
+    engine.add_request("a", spec(5, 60))
+    finish(engine)
+    num_decoding = engine.stats.num_steps - 2  # a prompt, and the last step, which drafts nothing
+    assert abs(len(heard) - num_decoding / every) <= 1
 
 
 def test_the_policy_does_not_hear_of_steps_that_ran_ahead_of_everybodys_end() -> None:

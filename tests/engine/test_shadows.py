@@ -14,6 +14,7 @@ from draftproof.engine.costs import DraftCosts, StepCosts, StepOutcome
 from draftproof.engine.drafting import COMPARED_EVERY
 from draftproof.engine.policy import (
     ALLOWANCE,
+    MOST_SAVED,
     MOST_SHADOWS,
     OBSERVED_EVERY,
     PLAIN_EVERY,
@@ -269,6 +270,24 @@ def test_few_steps_with_drafts_correct_the_costs_once_savings_are_made(
             its.savings = savings
             its.finished(StepOutcome(1, 9, 8, 5, 100, 1.0))
         assert len(heard) == 40 // every
+
+
+def test_a_step_stands_for_those_that_are_not_reported() -> None:
+    """While reports may wait one in so many steps is reported; savings fall as if all were."""
+    its, each, one = policy(0.9), policy(0.9), request(4)
+    for told in (its, each):
+        told.savings = MOST_SAVED
+        assert told.choose([one], 0)[0]
+    assert its.report_every == OBSERVED_EVERY
+    for number in range(3 * OBSERVED_EVERY):
+        outcome = StepOutcome(1, 9, 8, 1, 0, each.costs.step(1, 9, 8))
+        if number % its.report_every == 0:
+            its.finished(outcome)
+        each._kept = None  # not kept: all are reported
+        assert each.report_every == 1
+        each.finished(outcome)
+    its._settle()
+    assert its.savings < MOST_SAVED - 1 and its.savings == pytest.approx(each.savings)
 
 
 SUFFIX = {"method": "suffix", "suffix_decoding_max_cached_requests": 0}

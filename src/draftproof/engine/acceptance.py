@@ -31,15 +31,31 @@ OWN_WEIGHT = 6.0
 POOL_FADING = 0.99
 OWN_FADING = 0.98
 ODDS_STEP = 2**0.5  # requests whose odds differ by a smaller factor are in one class
-SHARES = 8  # resolution of a class's share of rounds with drafts
+# The same for shares of rounds with drafts. Fine where drafts are rare: a lookup costs so little that it is decided
+# there whether it pays. The rarest is one round in 128.
+RARITY_STEP = 2**0.25
+MOST_RARE = 28
 
 
 class RequestClass(NamedTuple):
     """Requests that get the same number of drafts. `odds`: their odds of acceptance relative to the pool's, as an
-    exponent of `ODDS_STEP`; `share`: share of their rounds with drafts when asked for, in units of 1 / `SHARES`."""
+    exponent of `ODDS_STEP`; `rarity`: their share of rounds with drafts when asked for, as an exponent of 1 /
+    `RARITY_STEP`."""
 
     odds: int
-    share: int
+    rarity: int = 0
+
+    @property
+    def share(self) -> float:
+        """Share of rounds with drafts when asked for."""
+        return _SHARES[self.rarity]
+
+
+_SHARES = [RARITY_STEP**-rarity for rarity in range(MOST_RARE + 1)]
+
+
+def _rarity(share: float) -> int:
+    return min(MOST_RARE, round(-math.log(share) / math.log(RARITY_STEP)))
 
 
 @dataclass(slots=True)
@@ -178,11 +194,11 @@ class Acceptance:
     @property
     def unknown(self) -> RequestClass:
         """The class of new requests."""
-        return RequestClass(0, max(1, round(SHARES * self.share)))
+        return RequestClass(0, _rarity(self.share))
 
     def class_of(self, record: AcceptanceRecord) -> RequestClass:
         share = (record.given + OWN_WEIGHT * self.share) / (record.asked + OWN_WEIGHT)
-        return RequestClass(record.odds, max(1, round(SHARES * share)))
+        return RequestClass(record.odds, _rarity(share))
 
     def survival(self, odds: int = 0) -> list[float]:
         """The chance that there is a draft 1, 2, ... and survives, in a round with drafts of a request with these

@@ -21,7 +21,8 @@ MOST_SLOWER_HOST = 2.0  # a step's host seconds count for at most this many time
 MOST_CAPTURED_ROWS = 256  # maximum rows of a captured step if the number of drafts is chosen per step
 MAX_GRAPH_ROWS = 64  # recording gains nothing for larger passes, except those captured at the start
 ROW_SIZES = (*range(1, 17), *range(18, 33, 2), *range(36, MAX_GRAPH_ROWS + 1, 4))  # of steps with drafts
-GUESSED_DRAFT = 1e-4  # seconds per request of a drafter that was not measured
+GUESSED_DRAFT = 1e-4  # seconds per request of a drafter that was not measured yet
+DRAFT_RATE = 0.1  # weight of a new step in the average of such a drafter's seconds per request
 GUESSED_TARGET = 1e-3  # seconds of a pass if nothing was measured: only ratios matter
 
 
@@ -49,7 +50,7 @@ def rounded_rows(num_requests: int, num_rows: int, most_drafts: int) -> int:
 class StepOutcome(NamedTuple):
     """A finished decode-only step. `num_rows`: of all R requests; `num_drafts`: the most that a request wanted next;
     `num_tokens`: emitted; `context`: tokens of all requests before the step; `host_seconds`: part of `seconds` outside
-    both passes; `is_shadow`: its drafts were shadows."""
+    both passes; `is_shadow`: its drafts were shadows; `draft_seconds`: of the drafter, 0: not known."""
 
     num_requests: int
     num_rows: int
@@ -59,6 +60,12 @@ class StepOutcome(NamedTuple):
     seconds: float
     host_seconds: float = 0.0
     is_shadow: bool = False
+    draft_seconds: float = 0.0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it verified no drafts, and the drafter made none."""
+        return not self.num_drafts and self.num_rows == self.num_requests
 
 
 class Curve:
@@ -100,9 +107,13 @@ class Curve:
 
 @dataclass(slots=True)
 class DraftCosts:
-    """Seconds of a draft pass, by number of requests and of drafts: linear between measured numbers of either."""
+    """Seconds of a draft pass, by number of requests and of drafts: linear between measured numbers of either.
+
+    A drafter that the profile cannot run, since it needs real texts, is measured in service: seconds per request, by
+    the bit length of the number of requests."""
 
     by_requests: dict[int, Curve] = field(default_factory=dict)
+    _in_service: dict[int, float] = field(default_factory=dict)
     _known: dict[tuple[int, int], float] = field(default_factory=dict)  # cache of `at`
 
     def set(self, num_requests: int, num_drafts: int, seconds: float) -> None:
@@ -113,12 +124,24 @@ class DraftCosts:
         if not num_drafts:
             return 0.0
         if not self.by_requests:
-            return GUESSED_DRAFT * num_requests
+            return self._each(num_requests.bit_length()) * num_requests
         found = self._known.get((num_requests, num_drafts))
         if found is None:
             curve = Curve({r: by_drafts.at(num_drafts) for r, by_drafts in self.by_requests.items()})
             found = self._known[num_requests, num_drafts] = curve.at(num_requests)
         return found
+
+    def observe(self, num_requests: int, seconds: float) -> None:
+        """Note how long a draft pass took in service."""
+        size, each = num_requests.bit_length(), seconds / num_requests
+        known = self._in_service.get(size, each)
+        self._in_service[size] = known + DRAFT_RATE * (each - known)
+
+    def _each(self, size: int) -> float:
+        """Seconds per request, as measured with the most similar number of requests."""
+        if not self._in_service:
+            return GUESSED_DRAFT
+        return self._in_service[min(self._in_service, key=lambda known: abs(known - size))]
 
 
 @dataclass(slots=True)
@@ -193,6 +216,8 @@ class StepCosts:
         known = self.host_seconds
         host = min(step.host_seconds, MOST_SLOWER_HOST * known) if known else step.host_seconds
         self.host_seconds += max(HOST_RATE, 1 / self._num_told) * (host - known)
+        if step.num_drafts and step.draft_seconds:
+            self.draft.observe(step.num_requests, step.draft_seconds)
         size = self._filled(step.num_requests, step.num_rows, step.num_drafts)
         about_as_many, kind = self._kind(*size)
         if about_as_many not in self._paces:

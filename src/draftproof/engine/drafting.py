@@ -135,10 +135,10 @@ class Drafting:
         is_late = is_ahead and flight.start > before
         if not self._runner.num_drafts or not was_wanted or is_late or flight.pending.is_warming:
             return
-        if flight.without_drafter and num_steps % PLAIN_EVERY:
-            return
         if flight.has_prompts:
             self._prompted(flight)
+            return
+        if num_steps % (PLAIN_EVERY if flight.without_drafter else self.policy.report_every):
             return
         seconds = now - (before if is_ahead else flight.start)
         pending = flight.pending

@@ -41,5 +41,13 @@ class InFlightStep:
             num_tokens += len(result.token_ids)
             context += scheduled.start
         return StepOutcome(
-            len(results), num_rows, num_drafts, num_tokens, context, seconds, host_seconds, self.is_shadow
+            len(results),
+            num_rows,
+            num_drafts,
+            num_tokens,
+            context,
+            seconds,
+            host_seconds,
+            self.is_shadow,
+            self.pending.draft_seconds,
         )

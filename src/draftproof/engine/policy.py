@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Protocol
 
-from draftproof.engine.acceptance import SHARES, Acceptance, RequestClass
+from draftproof.engine.acceptance import Acceptance, RequestClass
 from draftproof.engine.costs import StepCosts, StepOutcome
 from draftproof.engine.progress import Progress
 from draftproof.engine.shadows import Comparison
@@ -35,7 +35,8 @@ STAKE, STAKE_ON_MANY = 0.6, 0.25
 # `MOST_KEPT` times as long; the first choice for these requests, if it took twice that, up to `FIRST_KEPT` times.
 ROUNDS_KEPT, TOLD_KEPT = 8, 3
 PLAIN_EVERY = 8
-# Only one in so many steps with drafts corrects the costs, unless savings are low.
+# Only one in so many steps with drafts corrects the costs, unless savings are low. While a choice's reports may wait,
+# only one in so many is reported, and stands for all of them.
 OBSERVED_EVERY = 4
 MOST_KEPT, FIRST_KEPT = 8, 2
 CHOOSING_SHARE = 0.01
@@ -51,6 +52,11 @@ class Policy(Protocol):
     @property
     def compares(self) -> bool:
         """Whether it learns from comparing drafts with the output instead of from verifying them, where that can be."""
+        ...
+
+    @property
+    def report_every(self) -> int:
+        """Number of steps that saw the drafter of which one is to be reported by `finished`."""
         ...
 
     def choose(self, asked: list[Progress], num_others: int) -> list[int]:
@@ -97,6 +103,7 @@ class FixedPolicy:
     """Always K drafts for each request."""
 
     compares = False
+    report_every = PLAIN_EVERY
 
     def __init__(self, num_drafts: int) -> None:
         self._num_drafts = num_drafts
@@ -216,20 +223,24 @@ class AutoPolicy:
     savings: float = ALLOWANCE
     _context: int = 0  # tokens of all requests, in the last step
     _kept: Kept | None = None
-    _num_taken: int = 0  # steps taken in
+    _num_unobserved: int = 0  # steps since one has corrected the costs
     _until_shadows: int = 0  # steps until requests without drafts have shadow drafts, too
     _first_shadow: list[int] = field(
         default_factory=lambda: [0, 0]
     )  # whose turn it is: of those that draft, of all
-    # reports to be taken in: (method, arguments); and steps
+    # reports to be taken in: (method, arguments); and steps, each with the number that it stands for
     _reports: list[tuple[Callable[..., None], tuple[Any, ...]]] = field(default_factory=list)
-    _steps: list[StepOutcome] = field(default_factory=list)
+    _steps: list[tuple[StepOutcome, int]] = field(default_factory=list)
     _choosing_seconds: float = 0.0  # time that the last choice took, with the reports before it
 
     @property
     def compares(self) -> bool:
         """Not where steps are padded to the most drafts that are made: each that is only compared would cost rows."""
         return not self.costs.is_padded
+
+    @property
+    def report_every(self) -> int:
+        return OBSERVED_EVERY if self._kept is not None and self._kept.may_wait else 1
 
     def choose(self, asked: list[Progress], num_others: int) -> list[int]:
         if not asked:
@@ -271,7 +282,7 @@ class AutoPolicy:
             take(*given)
         steps, self._steps = self._steps, []
         if steps:
-            self._context = steps[-1].context
+            self._context = steps[-1][0].context
             self._take_steps(steps)
 
     def _let_go(self) -> None:
@@ -343,6 +354,8 @@ class AutoPolicy:
         is its longer time, less the tokens that counts so far vouch for. `context`: tokens of all requests."""
         num_requests = sum(counts.values()) + num_others
         plain = Choice({}, float(num_requests), self.costs.plain(num_requests, context))
+        if not stake:  # whatever counts vouch for, drafts have not paid
+            return plain
         best_of = self._best_alike if self.costs.is_padded else self._best_ragged
         stakes = stake, stake * STAKE_ON_MANY / STAKE
 
@@ -400,7 +413,7 @@ class AutoPolicy:
         most_drafts, best, best_speed = 0, None, 0.0
         admitted: set[RequestClass] = set()
         for number, part in enumerate(parts, 1):
-            share, count = part.its_class.share / SHARES, counts[part.its_class]
+            share, count = part.its_class.share, counts[part.its_class]
             if part.its_class not in admitted:
                 admitted.add(part.its_class)
                 nobody *= (1.0 - share) ** count
@@ -455,31 +468,31 @@ class AutoPolicy:
         self.costs.observe_prompt(num_rows, draft_seconds)
 
     def finished(self, step: StepOutcome) -> None:
-        self._steps.append(step)
+        self._steps.append((step, 1 if step.is_plain else self.report_every))
         self._settle_unless_it_may_wait()
         if self._kept is not None and not step.is_shadow:
             self._kept.count_told(self.savings)
 
-    def _take_steps(self, steps: Sequence[StepOutcome]) -> None:
-        """Correct the costs and the savings by these steps."""
+    def _take_steps(self, steps: Sequence[tuple[StepOutcome, int]]) -> None:
+        """Correct the costs and the savings by these steps, each of which stands for so many."""
         longer: dict[tuple[int, int, int], float] = {}  # plain steps that a step of this size takes
-        for step in steps:
-            self._num_taken += 1
-            size = step.num_requests, step.num_rows, step.num_drafts
-            is_plain = size == (step.num_requests, step.num_requests, 0)
-            if is_plain or self.savings < ALLOWANCE or self._num_taken % OBSERVED_EVERY == 0:
+        for step, num_steps in steps:
+            self._num_unobserved += num_steps
+            if step.is_plain or self.savings < ALLOWANCE or self._num_unobserved >= OBSERVED_EVERY:
+                self._num_unobserved = 0
                 self.costs.observe(step)
             if step.is_shadow:
                 continue
-            if is_plain:
+            if step.is_plain:
                 gained = INCOME
                 self.acceptance.fade()
             else:
                 # by the cost model, not this step's time: a disturbance would have slowed a plain step as well
+                size = step.num_requests, step.num_rows, step.num_drafts
                 if size not in longer:
                     plain = self.costs.plain(step.num_requests, step.context)
                     longer[size] = self.costs.step(*size, step.context) / plain
-                gained = step.num_tokens / step.num_requests - longer[size]
+                gained = num_steps * (step.num_tokens / step.num_requests - longer[size])
             self.savings = min(MOST_SAVED, max(0.0, self.savings + gained))
 
 
@@ -491,5 +504,5 @@ def _num_accepted(
     """Expected accepted drafts of a step with these numbers of drafts, by the `survival` of a class's odds."""
     accepted = 0.0
     for its_class, number in num_drafts.items():
-        accepted += counts[its_class] * its_class.share / SHARES * sum(survival(its_class.odds)[:number])
+        accepted += counts[its_class] * its_class.share * sum(survival(its_class.odds)[:number])
     return accepted

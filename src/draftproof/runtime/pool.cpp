@@ -28,10 +28,11 @@ namespace dp {
 namespace {
 
 constexpr int64_t MOST_WORKERS = 255;
-// How long an idle worker polls before it sleeps: the operators of a pass follow each other by some microseconds. A
+// How long an idle worker polls before it sleeps: the operators of a pass follow each other by some microseconds, and
+// passes by 150 to 400 (planning, choosing, drafts of the host); waking a worker would make each pass 30 longer. A
 // worker that the current loop has no place for counts as idle. (Certification uses more threads than an engine; if the
 // extra workers kept polling, they would take a core from the others.)
-constexpr std::chrono::microseconds AWAKE(200);
+constexpr std::chrono::microseconds AWAKE(500);
 // How long a caller polls for blocks that others hold before it sleeps: a slower worker is most likely descheduled.
 constexpr std::chrono::microseconds PATIENCE(50);
 constexpr int LOOKS = 64;  // polls between two readings of the clock
