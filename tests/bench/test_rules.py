@@ -28,6 +28,7 @@ def test_a_table_goes_by_the_number_of_requests() -> None:
 @pytest.mark.parametrize(("accepted", "ends"), [(0, 1), (5, 5)])
 def test_average_acceptance_moves_the_number(accepted: int, ends: int) -> None:
     rule = AverageAcceptance(5)
+    assert rule.report_every == 1, "its average is over all steps"
     for _ in range(100):
         k = ask(rule, 1)
         rule.verified(request(4), k, min(accepted, k))

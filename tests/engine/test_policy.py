@@ -25,6 +25,7 @@ from draftproof.engine.costs import (
     StepOutcome,
     rounded_rows,
 )
+from draftproof.engine.draft_choice import WORTH_IT, Chooser
 from draftproof.engine.drafting import PLAIN_EVERY
 from draftproof.engine.policy import (
     ALLOWANCE,
@@ -36,7 +37,6 @@ from draftproof.engine.policy import (
     ROUNDS_KEPT,
     STAKE,
     TOLD_KEPT,
-    WORTH_IT,
     AutoPolicy,
     FixedPolicy,
     Kept,
@@ -73,7 +73,7 @@ def plain_step(seconds: float, context: int = 0) -> StepOutcome:
 
 def chosen(policy: AutoPolicy, counts: Mapping[int, int]) -> dict[int, int]:
     """Number of drafts for each class, by its odds."""
-    choice = policy.best({RequestClass(odds): number for odds, number in counts.items()})
+    choice = policy.chooser.best({RequestClass(odds): number for odds, number in counts.items()})
     return {odds: choice.num_drafts.get(RequestClass(odds), 0) for odds in counts}
 
 
@@ -137,13 +137,13 @@ def test_no_division_among_two_kinds_of_requests_is_faster(good: int, bad: int) 
         tokens = each * (2 + sum(alive[good][:k_good]) + sum(alive[bad][:k_bad]))
         rows = each * (2 + k_good + k_bad)
         speeds.append(tokens / its.costs.step(2 * each, rows, max(k_good, k_bad)))
-    choice = its.best({RequestClass(odds): each for odds in (good, bad)})
+    choice = its.chooser.best({RequestClass(odds): each for odds in (good, bad)})
     assert choice.speed == pytest.approx(max(speeds), rel=0.01)
 
 
 def test_requests_that_cannot_draft_count_as_rows() -> None:
     its = policy(0.6, row=0.2, step=0.01)
-    alone, beside = (its.best({its.acceptance.unknown: 1}, num_others=n) for n in (0, 20))
+    alone, beside = (its.chooser.best({its.acceptance.unknown: 1}, num_others=n) for n in (0, 20))
     assert alone.num_drafts and alone.seconds < beside.seconds
 
 
@@ -230,7 +230,7 @@ def test_short_proposals_are_not_taken_for_long_ones() -> None:
         its.proposed(one, 8, 2)
         its.verified(one, 2, 2)
     assert its.acceptance.longer[1] > 0.9 and its.acceptance.longer[2] < 0.05
-    choice = its.best({its.acceptance.unknown: 1})
+    choice = its.chooser.best({its.acceptance.unknown: 1})
     assert 2.7 < choice.tokens < 3.1
     assert choice.seconds < its.costs.step(1, 4, max(choice.num_drafts.values()))
 
@@ -248,14 +248,14 @@ def test_long_proposals_that_are_right_are_asked_for_beside_short_ones_that_are_
     costs more than it brings."""
     its = policy(0.6, row=0.4, base=0.6, step=0.0)
     long_when_right(its)
-    choice = its.best({its.acceptance.unknown: 1})
+    choice = its.chooser.best({its.acceptance.unknown: 1})
     assert set(choice.num_drafts.values()) == {8} and choice.tokens == pytest.approx(5.0, rel=0.1)
 
 
 def test_a_part_that_is_likelier_than_the_one_before_it_is_joined_to_it() -> None:
     its = policy(0.6)
     long_when_right(its)
-    parts = its._parts([its.acceptance.unknown])
+    parts = its.chooser._parts([its.acceptance.unknown])
     assert [part.level for part in parts] == [8]
     assert parts[0].num_given == pytest.approx(sum(its.acceptance.longer))
     assert parts[0].chance * parts[0].num_given == pytest.approx(sum(its.acceptance.survival()))
@@ -281,10 +281,10 @@ def test_a_lookup_that_finds_next_to_nothing_does_not_pay() -> None:
         its.proposed(hardly, 8, 8 if number % 100 == 0 else 0)
     found = its.acceptance.class_of(hardly.record)
     assert 1 / 128 <= found.share < 1 / 30
-    assert not its.best({found: 1}).num_drafts
+    assert not its.chooser.best({found: 1}).num_drafts
     for number in range(200):
         its.proposed(now_and_then, 8, 8 if number % 4 == 0 else 0)
-    assert its.best({its.acceptance.class_of(now_and_then.record): 1}).num_drafts
+    assert its.chooser.best({its.acceptance.class_of(now_and_then.record): 1}).num_drafts
 
 
 def test_without_savings_nothing_is_drafted_and_no_choice_is_made_for_some_steps(
@@ -314,7 +314,7 @@ def test_without_savings_nothing_is_drafted_and_no_choice_is_made_for_some_steps
 def test_rounds_without_drafts_bring_no_tokens(buckets: tuple[int, ...]) -> None:
     its = policy(0.95, row=0.001, step=0.001, buckets=buckets)
     assert RequestClass(0, 4).share == pytest.approx(0.5)
-    seldom, always = (its.best({RequestClass(0, rarity): 1}) for rarity in (4, 0))
+    seldom, always = (its.chooser.best({RequestClass(0, rarity): 1}) for rarity in (4, 0))
     assert seldom.num_drafts and seldom.tokens - 1 == pytest.approx((always.tokens - 1) / 2)
 
 
@@ -351,6 +351,7 @@ def test_a_choice_of_no_drafts_holds_until_enough_steps_were_told_of() -> None:
     its, one = policy(0.02), request(4)
     assert its.choose([one], 0) == [0]
     its.acceptance = Acceptance(8, expected=0.95)
+    its.chooser = Chooser(its.costs, its.acceptance)
     for _ in range(TOLD_KEPT - 1):
         its.finished(plain_step(1.0))
         assert its.choose([one], 0) == [0]
@@ -442,10 +443,10 @@ def test_a_step_with_many_drafts_may_risk_less(buckets: tuple[int, ...]) -> None
 def test_a_step_in_which_nobody_has_drafts_is_as_short_as_a_plain_one() -> None:
     """One request with drafts in a quarter of its rounds: its steps have one row or all, never the mean's rows."""
     its = policy(0.9, row=0.3, step=0.0, levels=(0, 5))
-    choice = its.best({RequestClass(0, 8): 1})
+    choice = its.chooser.best({RequestClass(0, 8): 1})
     without, drafted = its.costs.step(1, 1, 5), its.costs.step(1, 6, 5)
     assert choice.num_drafts and choice.seconds == pytest.approx(0.75 * without + 0.25 * drafted)
-    many = its.best({RequestClass(0, 8): 64})
+    many = its.chooser.best({RequestClass(0, 8): 64})
     if many.num_drafts:
         assert many.seconds == pytest.approx(its.costs.step(64, 64 + 80, 5), rel=1e-3)
 
@@ -653,7 +654,7 @@ def test_a_row_must_bring_what_its_time_is_worth(row: float, buckets: tuple[int,
     its = policy(0.9, row=row, step=0.0, buckets=buckets)
     assert its.price() == 0.0, "nothing was chosen yet"
     (num_drafts,) = its.choose([request(4)], 0)
-    speed = its.best({its.acceptance.unknown: 1}, stake=STAKE * its.savings).speed
+    speed = its.chooser.best({its.acceptance.unknown: 1}, stake=STAKE * its.savings).speed
     assert num_drafts and its.price() == pytest.approx(0.0 if buckets else row * speed)
 
 

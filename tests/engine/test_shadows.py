@@ -238,7 +238,7 @@ def test_a_step_may_take_long_if_counts_vouch_for_its_tokens(buckets: tuple[int,
     its.savings = 2.0
 
     def drafts() -> int:
-        choice = its.best({its.acceptance.class_of(one.record): 1}, stake=STAKE * its.savings)
+        choice = its.chooser.best({its.acceptance.class_of(one.record): 1}, stake=STAKE * its.savings)
         return max(choice.num_drafts.values(), default=0)
 
     assert 0 <= drafts() < 8, "by what is expected alone"
@@ -246,7 +246,7 @@ def test_a_step_may_take_long_if_counts_vouch_for_its_tokens(buckets: tuple[int,
         its.proposed(one, 8, 8)
         its.verified(one, 8, 8)
     assert drafts() == 8
-    choice = its.best({its.acceptance.class_of(one.record): 1}, stake=STAKE * its.savings)
+    choice = its.chooser.best({its.acceptance.class_of(one.record): 1}, stake=STAKE * its.savings)
     assert choice.risk == 0.0
 
 

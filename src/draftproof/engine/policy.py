@@ -9,26 +9,23 @@ import math
 import operator
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-from draftproof.engine.acceptance import Acceptance, RequestClass
+from draftproof.engine.acceptance import Acceptance
 from draftproof.engine.costs import StepCosts, StepOutcome
+from draftproof.engine.draft_choice import Chooser, DraftChoice
 from draftproof.engine.progress import Progress
 from draftproof.engine.shadows import Comparison
 from draftproof.metrics import Prediction
 
-# least predicted speed-up for which drafts are made: predictions are off by a few per cent
-WORTH_IT = 1.03
 # What exploring may lose, in plain steps: the budget at the start, what each reported step without drafts adds to it,
-# its maximum, and the part of it that one step may risk: with the fewest drafts, and with more. Many steps with few
-# drafts tell more than one with many.
+# its maximum, and the part of it that one step may risk.
 ALLOWANCE = 2.5
 INCOME = 0.08
 MOST_SAVED = 30.0
-STAKE, STAKE_ON_MANY = 0.6, 0.25
+STAKE = 0.6
 # For how long a choice is kept, since making one takes the host as long as a layer or two of a small model. With
 # drafts, while the savings allow it: `ROUNDS_KEPT` steps. Without drafts: `TOLD_KEPT` reported steps, of which there is
 # one in `PLAIN_EVERY`, since they are alike. If choosing would then take more than `CHOOSING_SHARE` of the time, up to
@@ -136,38 +133,6 @@ class FixedPolicy:
         pass
 
 
-class Choice(NamedTuple):
-    """Number of drafts for each class of requests, and the expected tokens and seconds of a step with them. `worst`:
-    what it loses against a plain step if no draft is accepted, in plain steps; `risk`: what it may lose, given what
-    counts so far vouch for."""
-
-    num_drafts: Mapping[RequestClass, int]
-    tokens: float
-    seconds: float
-    worst: float = 0.0
-    risk: float = 0.0
-
-    @property
-    def speed(self) -> float:
-        return self.tokens / self.seconds
-
-
-class Part(NamedTuple):
-    """A class's drafts between one level and the next. `chance`: that such a draft survives; `num_given`: expected
-    number of them for a request that has drafts; `level`: the upper level."""
-
-    chance: float
-    num_given: float
-    level: int
-    its_class: RequestClass
-
-    def joined(self, lower: Part) -> Part:
-        """This part and the one below it as one."""
-        num_given = lower.num_given + self.num_given
-        num_tokens = lower.chance * lower.num_given + self.chance * self.num_given
-        return self._replace(chance=num_tokens / num_given, num_given=num_given)
-
-
 @dataclass(slots=True)
 class Kept:
     """A choice that is kept for some steps: the requests it was made for, and the drafts of each. `is_first`: for these
@@ -177,7 +142,7 @@ class Kept:
     asked: list[Progress]
     num_others: int
     num_drafts: list[int]
-    choice: Choice
+    choice: DraftChoice
     is_first: bool
     longer: int
     may_wait: bool
@@ -209,10 +174,8 @@ class Kept:
 class AutoPolicy:
     """Chooses the numbers of drafts that maximise expected tokens per second, by measured costs and acceptance.
 
-    Where steps are not padded to buckets, drafts are admitted in order of their survival probability over the whole
-    batch (DSpark, algorithm 1); else every request gets the same number. The loss against plain decoding is bounded:
-    `savings`, in plain steps, fall by what steps with drafts lose and rise by what they gain, and limit what the next
-    step may risk.
+    The loss against plain decoding is bounded: `savings`, in plain steps, fall by what steps with drafts lose and rise
+    by what they gain, and limit what the next step may risk.
 
     Reports are taken in together where they can wait: between two steps a model's weights pass through the caches, so
     the first computation after a step takes several times as long as those that follow it.
@@ -221,6 +184,7 @@ class AutoPolicy:
     costs: StepCosts
     acceptance: Acceptance
     savings: float = ALLOWANCE
+    chooser: Chooser = field(init=False)
     _context: int = 0  # tokens of all requests, in the last step
     _kept: Kept | None = None
     _num_unobserved: int = 0  # steps since one has corrected the costs
@@ -232,6 +196,9 @@ class AutoPolicy:
     _reports: list[tuple[Callable[..., None], tuple[Any, ...]]] = field(default_factory=list)
     _steps: list[tuple[StepOutcome, int]] = field(default_factory=list)
     _choosing_seconds: float = 0.0  # time that the last choice took, with the reports before it
+
+    def __post_init__(self) -> None:
+        self.chooser = Chooser(self.costs, self.acceptance)
 
     @property
     def compares(self) -> bool:
@@ -256,7 +223,7 @@ class AutoPolicy:
 
     def _choice_for(self, asked: list[Progress], num_others: int, before: Kept | None) -> Kept:
         classes = [self.acceptance.class_of(request.record) for request in asked]
-        choice = self.best(Counter(classes), num_others, self._context, STAKE * self.savings)
+        choice = self.chooser.best(Counter(classes), num_others, self._context, STAKE * self.savings)
         num_drafts = [choice.num_drafts.get(its_class, 0) for its_class in classes]
         num_steps = ROUNDS_KEPT if choice.num_drafts else TOLD_KEPT * PLAIN_EVERY
         enough = self._choosing_seconds / (CHOOSING_SHARE * choice.seconds) / num_steps
@@ -331,7 +298,7 @@ class AutoPolicy:
     def will_draft(self, request: Progress, num_others: int, num_lost: int = 0) -> bool:
         self._settle()
         num_requests = 1 + num_others  # all assumed to be like this one
-        choice = self.best(
+        choice = self.chooser.best(
             {self.acceptance.unknown: num_requests}, context=self._context, stake=STAKE * self.savings
         )
         if not choice.num_drafts:
@@ -342,118 +309,13 @@ class AutoPolicy:
         shown = len(request.tokens) * self.costs.prompt_row_seconds
         return saved > shown + num_lost * self.costs.target_row_seconds
 
-    def best(
-        self,
-        counts: Mapping[RequestClass, int],
-        num_others: int = 0,
-        context: int = 0,
-        stake: float = float("inf"),
-    ) -> Choice:
-        """The best choice for the `counts` of requests of each class and `num_others` that cannot draft. A step with
-        the fewest drafts may risk at most `stake` plain steps, with more drafts a smaller part of that. What it risks
-        is its longer time, less the tokens that counts so far vouch for. `context`: tokens of all requests."""
-        num_requests = sum(counts.values()) + num_others
-        plain = Choice({}, float(num_requests), self.costs.plain(num_requests, context))
-        if not stake:  # whatever counts vouch for, drafts have not paid
-            return plain
-        best_of = self._best_alike if self.costs.is_padded else self._best_ragged
-        stakes = stake, stake * STAKE_ON_MANY / STAKE
-
-        def search(limits: tuple[float, float]) -> Choice:
-            found = best_of(counts, num_requests, context, limits)
-            if found is None or found.speed <= WORTH_IT * plain.speed:
-                return plain
-            worst = found.seconds / plain.seconds - 1.0
-            return found._replace(worst=worst, risk=max(0.0, worst))
-
-        best = search((math.inf, math.inf))
-        most_risk = stakes[max(best.num_drafts.values(), default=0) > self.costs.levels[1]]
-        if best.risk <= most_risk:
-            return best
-        vouched = _num_accepted(counts, best.num_drafts, self.acceptance.vouched)
-        risk = max(0.0, best.worst - vouched / num_requests)
-        if risk <= most_risk:
-            return best._replace(risk=risk)
-        return search((plain.seconds * (1.0 + stakes[0]), plain.seconds * (1.0 + stakes[1])))
-
     def predict(self, num_requests: int, context: int = 0) -> Prediction:
         """The expected speed-up for `num_requests` new requests with `context` tokens in all."""
         self._settle()
         unknown = self.acceptance.unknown
-        choice = self.best({unknown: num_requests}, context=context)
+        choice = self.chooser.best({unknown: num_requests}, context=context)
         plain = num_requests / self.costs.plain(num_requests, context)
         return Prediction(num_requests, choice.num_drafts.get(unknown, 0), choice.speed / plain)
-
-    def _best_alike(
-        self, counts: Mapping[RequestClass, int], num_requests: int, context: int, most: tuple[float, float]
-    ) -> Choice | None:
-        """The best choice with one level for all requests, of those that take at most `most` seconds: with the first
-        level, and with others."""
-        first, best = self.costs.levels[1], None
-        for level in self.costs.levels_for(num_requests)[1:]:
-            num_drafts = dict.fromkeys(counts, level)
-            tokens = num_requests + _num_accepted(counts, num_drafts, self.acceptance.survival)
-            seconds = self.costs.step(num_requests, num_requests * (1 + level), level, context)
-            if seconds <= most[level > first] and (best is None or tokens / seconds > best.speed):
-                best = Choice(num_drafts, tokens, seconds)
-        return best
-
-    def _best_ragged(
-        self, counts: Mapping[RequestClass, int], num_requests: int, context: int, most: tuple[float, float]
-    ) -> Choice | None:
-        """The best choice that admits `_parts` in order, of those that take at most `most` seconds if anybody has
-        drafts: with the first level, and with others. Where only some rounds have drafts, many steps of few requests
-        have none at all and are as short as plain ones. Example: one request, with 5 drafts in every fourth round: a
-        quarter of the steps have 6 rows, the others 1, and none has the 2.25 rows of the mean."""
-        parts = self._parts(counts)
-        step = self.costs.ragged(num_requests, context)
-        tokens = float(num_requests)
-        num_rows = 0.0  # mean number of draft rows
-        nobody = 1.0  # chance that no request has drafts
-        most_drafts, best, best_speed = 0, None, 0.0
-        admitted: set[RequestClass] = set()
-        for number, part in enumerate(parts, 1):
-            share, count = part.its_class.share, counts[part.its_class]
-            if part.its_class not in admitted:
-                admitted.add(part.its_class)
-                nobody *= (1.0 - share) ** count
-            num_drafts = share * part.num_given * count
-            tokens += part.chance * num_drafts
-            num_rows += num_drafts
-            most_drafts = max(most_drafts, part.level)
-            drafted = step(round(num_requests + num_rows / (1.0 - nobody)), most_drafts)
-            if drafted > most[most_drafts > self.costs.levels[1]]:
-                continue
-            seconds = (
-                (1.0 - nobody) * drafted + nobody * step(num_requests, most_drafts) if nobody else drafted
-            )
-            if tokens > best_speed * seconds:
-                best, best_speed = (number, tokens, seconds), tokens / seconds
-        if best is None:
-            return None
-        chosen: dict[RequestClass, int] = {}
-        for part in parts[: best[0]]:  # a class's higher levels are later
-            chosen[part.its_class] = part.level
-        return Choice(chosen, best[1], best[2])
-
-    def _parts(self, counts: Iterable[RequestClass]) -> list[Part]:
-        """All parts of all classes, the most likely to survive first. A part that is likelier to survive than the one
-        before it is joined to that: the drafts before it are its price."""
-        levels = self.costs.levels
-        lengths = [0.0, *accumulate(self.acceptance.longer)]
-        found = []
-        for its_class in counts:
-            tokens = [0.0, *accumulate(self.acceptance.survival(its_class.odds))]
-            own: list[Part] = []
-            for low, high in pairwise(levels):
-                num_given = lengths[high] - lengths[low]
-                part = Part((tokens[high] - tokens[low]) / num_given, num_given, high, its_class)
-                while own and own[-1].chance < part.chance:
-                    part = part.joined(own.pop())
-                own.append(part)
-            found += own
-        found.sort(key=lambda part: -part.chance)
-        return found
 
     def proposed(self, request: Progress, num_asked: int, num_drafts: int) -> None:
         self._report(self.acceptance.count_given, request.record, num_asked, num_drafts)
@@ -494,15 +356,3 @@ class AutoPolicy:
                     longer[size] = self.costs.step(*size, step.context) / plain
                 gained = num_steps * (step.num_tokens / step.num_requests - longer[size])
             self.savings = min(MOST_SAVED, max(0.0, self.savings + gained))
-
-
-def _num_accepted(
-    counts: Mapping[RequestClass, int],
-    num_drafts: Mapping[RequestClass, int],
-    survival: Callable[[int], Sequence[float]],
-) -> float:
-    """Expected accepted drafts of a step with these numbers of drafts, by the `survival` of a class's odds."""
-    accepted = 0.0
-    for its_class, number in num_drafts.items():
-        accepted += counts[its_class] * its_class.share * sum(survival(its_class.odds)[:number])
-    return accepted
