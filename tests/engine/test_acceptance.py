@@ -29,15 +29,15 @@ def test_what_is_not_known_of_a_position_is_taken_from_the_one_before() -> None:
 
 def test_a_request_differs_from_the_pool_by_its_odds() -> None:
     acceptance, good, bad = Acceptance(1), AcceptanceRecord(), AcceptanceRecord()
-    assert good.odds == 0 and acceptance.survival(0) == pytest.approx(acceptance.accepted.estimates)
+    assert good.odds() == 0 and acceptance.survival(0) == pytest.approx(acceptance.accepted.estimates)
     for _ in range(50):
         acceptance.count(good, 1, 1)
         acceptance.count(bad, 1, 0)
-    assert good.odds > 1 and bad.odds < -1
-    assert acceptance.survival(good.odds)[0] > 0.7 > 0.3 > acceptance.survival(bad.odds)[0]
+    assert good.odds() > 1 and bad.odds() < -1
+    assert acceptance.survival(good.odds())[0] > 0.7 > 0.3 > acceptance.survival(bad.odds())[0]
     for _ in range(300):
         good.fade()
-    assert good.odds == 0, "what was long ago says nothing"
+    assert good.odds() == 0, "what was long ago says nothing"
 
 
 def test_odds_multiply_those_of_the_pool_at_each_position() -> None:
@@ -121,3 +121,13 @@ def test_what_follows_is_forgotten_in_steps_without_drafts() -> None:
     for _ in range(2000):
         acceptance.fade()
     assert acceptance.followed.estimates[0] > 0.9
+
+
+def test_caution_ends_with_what_is_found_of_a_request() -> None:
+    acceptance, record = Acceptance(4), AcceptanceRecord()
+    assert acceptance.class_of(record, caution=2.0).odds == -2 and acceptance.class_of(record).odds == 0
+    distances = []
+    for _ in range(60):
+        acceptance.count(record, 4, 3)
+        distances.append(record.odds() - record.odds(caution=2.0))
+    assert distances[0] >= 1 and distances[-1] == 0

@@ -361,6 +361,7 @@ def test_a_choice_of_no_drafts_holds_until_enough_steps_were_told_of() -> None:
 
 def test_a_choice_with_drafts_ends_when_the_savings_do() -> None:
     its, one = policy(0.95), request(4)
+    its.savings = 3.0
     assert its.choose([one], 0) == [8]
     its.savings = 0.5
     its.finished(StepOutcome(1, 9, 8, 1, 0, 1.6, 0.0))

@@ -26,8 +26,8 @@ from draftproof.engine.policy import (
 )
 from draftproof.engine.progress import Progress
 from draftproof.engine.shadows import Comparison, Shadow
-from tests.engine.test_core import FakeRunner, core, finish, ids, spec
-from tests.engine.test_policy import policy
+from tests.engine.test_core import FakeRunner, Pending, core, finish, ids, spec
+from tests.engine.test_policy import costs, policy
 from tests.engine.test_scheduler import request
 
 
@@ -270,6 +270,48 @@ def test_few_steps_with_drafts_correct_the_costs_once_savings_are_made(
             its.savings = savings
             its.finished(StepOutcome(1, 9, 8, 5, 100, 1.0))
         assert len(heard) == 40 // every
+
+
+@pytest.mark.parametrize(("num_requests", "cautious"), [(MOST_SHADOWS, 1), (MOST_SHADOWS + 1, 8)])
+def test_what_earlier_requests_repeated_is_not_expected_of_new_ones_that_are_compared(
+    num_requests: int, cautious: int
+) -> None:
+    """With many requests few are compared, so nothing else is known of them."""
+    chosen = {}
+    for is_comparing in (False, True):
+        its = AutoPolicy(costs(row=0.4, step=0.0, base=8.0), Acceptance(8), is_comparing=is_comparing)
+        its.savings = MOST_SAVED
+        for number in range(40):
+            its.compared(request(4, number), Comparison(8, 8, 0, 8 * (number % 2), number % 2 == 0))
+        chosen[is_comparing] = its.choose([request(4, 100 + number) for number in range(num_requests)], 0)[0]
+    assert chosen == {False: 8, True: cautious}
+
+
+@pytest.mark.parametrize(
+    ("config", "is_comparing"),
+    [({"method": "ngram"}, True), ({"model": str(assets.path("tiny-eagle3"))}, False)],
+)
+def test_the_policy_knows_whether_drafts_are_compared(config: dict[str, Any], is_comparing: bool) -> None:
+    its = LLM(assets.path("tiny"), max_num_seqs=1, speculative_config=config).core.policy
+    assert isinstance(its, AutoPolicy) and its.is_comparing == is_comparing
+
+
+@pytest.mark.parametrize("is_lookup", [False, True])
+def test_a_drafters_time_is_reported_if_it_is_a_lookup(
+    monkeypatch: pytest.MonkeyPatch, is_lookup: bool
+) -> None:
+    """A chain's time depends on which member drafts."""
+    heard = list[StepOutcome]()
+    runner = FakeRunner(3)
+    runner.drafter_is_lookup = is_lookup
+    monkeypatch.setattr(Pending, "draft_seconds", 0.5)
+    engine = core(runner)
+    engine.policy = FixedPolicy(3)
+    engine.policy.report_every = 1
+    engine.policy.finished = heard.append  # type: ignore[method-assign]
+    engine.add_request("a", spec(5, 12))
+    finish(engine)
+    assert {step.draft_seconds for step in heard} == {0.5 * is_lookup}
 
 
 def test_a_step_stands_for_those_that_are_not_reported() -> None:

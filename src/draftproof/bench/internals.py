@@ -226,6 +226,24 @@ def using(llm: LLM, policy: Policy) -> Iterator[None]:
         engine.policy = before
 
 
+def compares_drafts(llm: LLM) -> bool:
+    """Whether drafts are compared with the output, if the policy wants that."""
+    return llm.core.drafting.can_compare
+
+
+@contextlib.contextmanager
+def comparing(llm: LLM, policy: Policy) -> Iterator[None]:
+    """Context manager for a policy that has drafts compared with the output, also those of a model: on a CPU, where the
+    host knows them."""
+    drafting = llm.core.drafting
+    before, drafting.can_compare = drafting.can_compare, True
+    try:
+        with using(llm, policy):
+            yield
+    finally:
+        drafting.can_compare = before
+
+
 def asking_for(llm: LLM, num_drafts: int) -> contextlib.AbstractContextManager[None]:
     """Context manager for a fixed number of drafts; 0: plain decoding, in which the drafter sees no rows."""
     return using(llm, FixedPolicy(num_drafts))

@@ -59,8 +59,8 @@ class EngineCore:
         self._is_shut_down = False
         self._num_arrived = 0
         self._num_matched = 0  # requests whose output follows a grammar
-        self._drafting = Drafting(runner, scheduler, policy)
-        scheduler.will_draft = self._drafting.will_draft
+        self.drafting = Drafting(runner, scheduler, policy)
+        scheduler.will_draft = self.drafting.will_draft
 
     def add_request(self, request_id: str, spec: RequestSpec, resumed: Resumed | None = None) -> None:
         """Queue a request. `resumed`: continue from this output of another engine; deltas hold only what is new.
@@ -106,7 +106,7 @@ class EngineCore:
             self._take_in(0)
             grammars.choose_drafts(self.scheduler.running, self.runner)
         output = self._schedule()
-        wanted = self._drafting.wanted(output.rows)
+        wanted = self.drafting.wanted(output.rows)
         self.stats.planning_seconds += time.perf_counter() - start
         if output.rows:
             self._launch(output, wanted, start)
@@ -127,7 +127,7 @@ class EngineCore:
         """Launch the step, and advance the requests' bounds by the most it can add. `planned`: when planning began
         (`time.perf_counter`); `is_shown`: show the drafter the rows even if no drafts are wanted."""
         start = time.perf_counter()
-        may_rest = not is_shown and self._drafting.may_rest(output.rows, wanted.num_drafts)
+        may_rest = not is_shown and self.drafting.may_rest(output.rows, wanted.num_drafts)
         step = self._step_input(output, wanted.num_drafts, without_drafter=may_rest)
         requests = self._step_requests = [rows.request for rows in output.rows]
         for request in output.admitted:
@@ -169,7 +169,7 @@ class EngineCore:
             scheduled=scheduled,
             all_decode=all(r.num_rows == r.num_sampled == 1 + r.request.num_drafts for r in output.rows),
             without_drafter=without_drafter,
-            price=self._drafting.price(wanted),
+            price=self.drafting.price(wanted),
             masks=[grammars.masks(rows) for rows in output.rows] if self._num_matched else (),
             forced=grammars.forced(output.rows) if self._num_matched else (),
         )
@@ -200,7 +200,7 @@ class EngineCore:
                 self._apply(request, scheduled, result)
                 num_applied += 1
         self.stats.results_seconds += time.perf_counter() - start
-        self._drafting.finished(
+        self.drafting.finished(
             flight, results, was_wanted=num_applied == len(results), num_steps=self.stats.num_steps
         )
 
@@ -239,9 +239,9 @@ class EngineCore:
         num_observed: int,
     ) -> None:
         """Tell the policy what became of the request's drafts, of which `num_observed` count, and of its new ones."""
-        if self._drafting.compares:
+        if self.drafting.compares:
             is_last = delta.finish_reason is not None
-            self._drafting.compare(request, self.stats.num_steps, is_last=is_last)
+            self.drafting.compare(request, self.stats.num_steps, is_last=is_last)
             return
         if num_observed and not request.forced:  # forced drafts say nothing about the drafters' acceptance
             self.policy.verified(request, num_observed, delta.num_accepted)
@@ -275,11 +275,11 @@ class EngineCore:
     @property
     def policy(self) -> Policy:
         """Chooses how many drafts each request gets. May be replaced between steps."""
-        return self._drafting.policy
+        return self.drafting.policy
 
     @policy.setter
     def policy(self, policy: Policy) -> None:
-        self._drafting.policy = policy
+        self.drafting.policy = policy
 
     @property
     def num_in_flight(self) -> int:

@@ -16,6 +16,13 @@ from draftproof.engine.shadows import Shadow, Shadowing
 COMPARED_EVERY = 4  # steps between comparisons of drafts with the output
 
 
+def can_compare(runner: Runner) -> bool:
+    """Whether drafts can be compared with the output without being verified: they cost hardly anything, and the host
+    knows them before it plans the next step."""
+    is_cheap = runner.drafter_is_lookup and runner.drafter_may_rest and not runner.drafter_has_kv
+    return is_cheap and not runner.async_depth
+
+
 class Wanted(NamedTuple):
     """Drafts to ask for after a step, per request. `shadowing`: what is to become of them; see `InFlightStep`."""
 
@@ -30,9 +37,7 @@ class Drafting:
         self.policy = policy
         self._runner = runner
         self._scheduler = scheduler
-        # drafts cost hardly anything, and the host knows them before it plans the next step
-        is_cheap = runner.drafter_is_lookup and runner.drafter_may_rest and not runner.drafter_has_kv
-        self._can_compare = is_cheap and not runner.async_depth
+        self.can_compare = can_compare(runner)
         self._last_result = 0.0  # when a step's result was last taken in: seconds of `time.perf_counter`
 
     def wanted(self, rows: Sequence[PlannedRows]) -> Wanted:
@@ -54,7 +59,7 @@ class Drafting:
     @property
     def compares(self) -> bool:
         """Whether the policy learns from comparing drafts with the output, not from verifying them."""
-        return self._can_compare and self.policy.compares
+        return self.can_compare and self.policy.compares
 
     def price(self, wanted: Sequence[int]) -> float:
         """`StepInput.price` for a drafter that reads it; 0 if it is to make no drafts."""
@@ -143,7 +148,9 @@ class Drafting:
         seconds = now - (before if is_ahead else flight.start)
         pending = flight.pending
         passes = seconds if is_ahead else pending.target_seconds + pending.draft_seconds
-        self.policy.finished(flight.outcome(results, seconds, max(0.0, seconds - passes)))
+        # a chain's time depends on which member drafts: that of the last steps says little of the next
+        draft_seconds = pending.draft_seconds if self._runner.drafter_is_lookup else 0.0
+        self.policy.finished(flight.outcome(results, seconds, max(0.0, seconds - passes), draft_seconds))
 
     def _prompted(self, flight: InFlightStep) -> None:
         """Report the drafter's time for a step with prompts, where the host's clock measures it."""

@@ -32,7 +32,9 @@ class InFlightStep:
         """Whether it makes drafts, and all of them are compared only."""
         return self.shadowing is not None and any(self.shadowing.is_compared) and not any(self.shadowing.most)
 
-    def outcome(self, results: Sequence[RowResult], seconds: float, host_seconds: float) -> StepOutcome:
+    def outcome(
+        self, results: Sequence[RowResult], seconds: float, host_seconds: float, draft_seconds: float
+    ) -> StepOutcome:
         """What the policy learns from it; for a step in which every request decoded."""
         num_rows = num_drafts = num_tokens = context = 0
         for scheduled, result in zip(self.scheduled, results, strict=True):
@@ -49,5 +51,5 @@ class InFlightStep:
             seconds,
             host_seconds,
             self.is_shadow,
-            self.pending.draft_seconds,
+            draft_seconds,
         )

@@ -22,7 +22,7 @@ from draftproof.metrics import Prediction
 
 # What exploring may lose, in plain steps: the budget at the start, what each reported step without drafts adds to it,
 # its maximum, and the part of it that one step may risk.
-ALLOWANCE = 2.5
+ALLOWANCE = 2.0
 INCOME = 0.08
 MOST_SAVED = 30.0
 STAKE = 0.6
@@ -41,6 +41,9 @@ CHOOSING_SHARE = 0.01
 SHADOW_SHARE = 0.01
 MOST_SHADOWS = 8  # requests of a step whose drafts are compared
 SHADOWS_EVERY = 4  # drafts of the same requests are later compared in one of so many steps
+# `AcceptanceRecord.odds`: of a request whose drafts are compared in each of its first steps, which tell more of it than
+# the requests before it do. Verifying few drafts there costs little, many for a text without repetitions a lot.
+CAUTION = 1.5
 MOST_WAITING = 256  # reports that wait to be taken in, at most: nothing is chosen while no request can draft
 MOST_TOKENS = 256  # output length that a new request is expected to have at most: limits are seldom reached
 
@@ -183,6 +186,7 @@ class AutoPolicy:
 
     costs: StepCosts
     acceptance: Acceptance
+    is_comparing: bool = False  # drafts are compared with the output
     savings: float = ALLOWANCE
     chooser: Chooser = field(init=False)
     _context: int = 0  # tokens of all requests, in the last step
@@ -222,7 +226,8 @@ class AutoPolicy:
         return kept.num_drafts
 
     def _choice_for(self, asked: list[Progress], num_others: int, before: Kept | None) -> Kept:
-        classes = [self.acceptance.class_of(request.record) for request in asked]
+        caution = CAUTION if self.is_comparing and len(asked) <= MOST_SHADOWS else 0.0
+        classes = [self.acceptance.class_of(request.record, caution) for request in asked]
         choice = self.chooser.best(Counter(classes), num_others, self._context, STAKE * self.savings)
         num_drafts = [choice.num_drafts.get(its_class, 0) for its_class in classes]
         num_steps = ROUNDS_KEPT if choice.num_drafts else TOLD_KEPT * PLAIN_EVERY

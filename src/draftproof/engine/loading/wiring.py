@@ -17,6 +17,7 @@ from draftproof.engine import profile, reporting
 from draftproof.engine.acceptance import Acceptance
 from draftproof.engine.core import EngineCore
 from draftproof.engine.costs import levels_of
+from draftproof.engine.drafting import can_compare
 from draftproof.engine.loading import caches, memory
 from draftproof.engine.loading.base import MOST_ITEM_BYTES, Base, ProgressCallback
 from draftproof.engine.loading.drafters import Drafters
@@ -228,7 +229,7 @@ def _policy(base: Base, drafters: Drafters, runner: ModelRunner) -> Policy:
         "exact": base.config.exact,
     }
     costs = profile.costs_of(StepMeter(runner), drafters.levels, identity, native.default_cache_dir())
-    return AutoPolicy(costs, Acceptance(drafters.num_drafts))
+    return AutoPolicy(costs, Acceptance(drafters.num_drafts), is_comparing=can_compare(runner))
 
 
 def _bind(drafter: Drafter | None, runtime: DraftRuntime) -> None:

@@ -1,0 +1,341 @@
+"""Rehearses policies on recorded drafts, without a model: a cell takes a second, and is the same in each run.
+
+    PYTHONPATH=src:. python bench/rehearse.py --record FILE --model MODEL --drafter '{"method": "ngram"}'
+    PYTHONPATH=src:. python bench/rehearse.py FILE FILE --batches 1,4,16,64
+
+A recording holds the costs of steps as the engine's profile found them, and for each position of some texts how many
+drafts the drafter has there and how many of them are right. A policy then decodes these texts: a step takes the time
+that these costs say, with some noise, and making a choice takes `CHOOSING` more. So causes can be told apart by
+changing one thing. How long steps really take is not known here: `bench/adaptive.py` measures that.
+
+--record: decodes the prompts (with --changing also noise, after them) once to warm up and once to record, on a CPU.
+Exit status 1 if `auto` reaches less than 0.97 of plain decoding or 0.95 of the best fixed number in any cell.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench.rules import AverageAcceptance, BatchTable
+from draftproof import LLM, SamplingParams, assets
+from draftproof.bench import internals, workload
+from draftproof.cli.prompts import read_file
+from draftproof.engine.acceptance import Acceptance
+from draftproof.engine.costs import StepCosts, StepOutcome
+from draftproof.engine.interface import RequestSpec
+from draftproof.engine.policy import PLAIN_EVERY, AutoPolicy, FixedPolicy, Policy
+from draftproof.engine.progress import Progress
+from draftproof.engine.shadows import Comparison
+
+CHOOSING = 200e-6  # seconds of a choice, with the reports before it: measured between passes of a small model
+NOISE = 0.03  # standard deviation of a step's time, relative
+NUM_TOKENS = 100  # of each request
+TURNS = {1: 32, 4: 12, 16: 6, 64: 4}  # by batch size
+PLAIN_BOUND, FIXED_BOUND = 0.97, 0.95
+
+
+class Found(NamedTuple):
+    """Drafts at one position: how many there are, and how many of them are right."""
+
+    num_drafts: int
+    num_right: int
+
+
+@dataclass(frozen=True)
+class Text:
+    """One request: prompt tokens, and the drafts by number of output tokens before them."""
+
+    num_prompt: int
+    drafts: dict[int, Found]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """`is_compared`: the engine compares this drafter's drafts with the output; `has_kv`: it must see every row."""
+
+    levels: tuple[int, ...]
+    costs: dict[str, Any]
+    host_seconds: float
+    is_compared: bool
+    has_kv: bool
+    texts: list[Text]
+
+    def step_costs(self) -> StepCosts:
+        found = StepCosts(self.levels)
+        found.read_json(self.costs)
+        found.host_seconds = self.host_seconds
+        return found
+
+    def as_json(self) -> dict[str, Any]:
+        texts = [{"num_prompt": t.num_prompt, "drafts": t.drafts} for t in self.texts]
+        return {**vars(self), "texts": texts}
+
+    @classmethod
+    def read(cls, file: Path) -> Recording:
+        raw = json.loads(file.read_text())
+        raw["levels"] = tuple(raw["levels"])
+        raw["texts"] = [
+            Text(text["num_prompt"], {int(at): Found(*found) for at, found in text["drafts"].items()})
+            for text in raw["texts"]
+        ]
+        return cls(**raw)
+
+
+class Recorder(FixedPolicy):
+    """Has drafts made after every token, and verifies none."""
+
+    compares = True
+    report_every = 1
+
+    def __init__(self, costs: StepCosts) -> None:
+        super().__init__(0)
+        self._most = costs.levels[-1]
+        self._drafts: dict[str, tuple[Progress, dict[int, Sequence[int]]]] = {}
+        self.host_seconds: list[float] = []
+
+    def choose(self, asked: list[Progress], num_others: int) -> list[int]:
+        for request in asked:
+            _, drafts = self._drafts.setdefault(request.id, (request, {}))
+            drafts |= {shadow.start: shadow.drafts for shadow in request.shadows}
+        return [0] * len(asked)
+
+    def shadows(self, chosen: Sequence[int], num_others: int) -> list[int]:
+        return [self._most] * len(chosen)
+
+    def will_draft(self, request: Progress, num_others: int, num_lost: int = 0) -> bool:
+        return True
+
+    def finished(self, step: StepOutcome) -> None:
+        self.host_seconds.append(step.host_seconds)
+
+    def texts(self) -> Iterator[Text]:
+        for request, drafts in self._drafts.values():
+            found = {}
+            for start, its in drafts.items():
+                known = request.tokens[start : start + len(its)]
+                pairs = enumerate(zip(its, known, strict=False))
+                num_right = next((n for n, (draft, token) in pairs if draft != token), len(known))
+                found[start - request.num_prompt] = Found(len(its), num_right)
+            yield Text(request.num_prompt, found)
+
+
+def record(model: str | None, config: dict[str, Any], prompts: Path | None, *, changing: bool) -> Recording:
+    llm = LLM(model, max_num_seqs=1, enable_prefix_caching=False, speculative_config=config, device="cpu")
+    read = read_file(prompts or assets.path(assets.PROMPTS))
+    ids = [prompt.token_ids(llm.tokenizer, chat=False) for prompt in read]
+    if changing:
+        ids += workload.random_prompts(len(ids), 200, 0.2, llm.model_config.vocab_size, seed=1)
+    policy = llm.core.policy
+    assert isinstance(policy, AutoPolicy)
+    is_compared = internals.compares_drafts(llm)
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
+    for _ in range(2):  # a drafter that keeps texts knows these ones then
+        recorder = Recorder(policy.costs)
+        with internals.comparing(llm, recorder):
+            llm.generate([{"prompt_token_ids": each} for each in ids], params, use_tqdm=False)
+    return Recording(
+        policy.costs.levels,
+        policy.costs.as_json(),
+        statistics.median(recorder.host_seconds),
+        is_compared,
+        llm.core.runner.drafter_has_kv,
+        list(recorder.texts()),
+    )
+
+
+class Rehearsed(AutoPolicy):
+    """Choosing takes `CHOOSING`, however fast this machine is."""
+
+    num_choices = 0
+
+    def choose(self, asked: list[Progress], num_others: int) -> list[int]:
+        before = self._kept
+        found = super().choose(asked, num_others)
+        if self._kept is not before:
+            self.num_choices += 1
+            self._choosing_seconds = CHOOSING
+        return found
+
+
+@dataclass
+class Decoding:
+    """A request that decodes. `num_drafts`: waiting to be verified; `has_hole`: the drafter missed some of its rows."""
+
+    text: Text
+    progress: Progress
+    num_drafts: int = 0
+    has_hole: bool = False
+
+    @property
+    def found(self) -> Found:
+        return self.text.drafts.get(self.progress.num_outputs, Found(0, 0))
+
+
+class Turn:
+    """A policy decodes some texts together. `seconds` so far, without the prompts' own steps."""
+
+    def __init__(
+        self, policy: Policy, recording: Recording, texts: Sequence[Text], generator: random.Random
+    ) -> None:
+        self._policy = policy
+        self._recording = recording
+        self._costs = recording.step_costs()
+        self._generator = generator
+        self._compares = recording.is_compared and policy.compares
+        self.running = [self._started(number, text) for number, text in enumerate(texts)]
+        self.seconds = 0.0
+        self._num_steps = 0
+        if recording.has_kv:
+            for request in self.running:
+                request.has_hole = not policy.will_draft(request.progress, len(texts) - 1)
+
+    @staticmethod
+    def _started(number: int, text: Text) -> Decoding:
+        """A request whose prompt is computed, with its first token."""
+        prompt = [0] * text.num_prompt
+        params = SamplingParams(max_tokens=NUM_TOKENS)
+        limit = text.num_prompt + NUM_TOKENS
+        spec = RequestSpec(token_ids=prompt, params=params, row_seed=0, limit=limit)
+        return Decoding(text, Progress(id=str(number), spec=spec, arrival=number, tokens=[*prompt, 0]))
+
+    def step(self) -> None:
+        """One step: ask the policy, verify what waits (not in the first), make drafts for the next step."""
+        asked = [request for request in self.running if not request.has_hole]
+        num_others = len(self.running) - len(asked)
+        chosen = self._policy.choose([request.progress for request in asked], num_others)
+        compared = self._policy.shadows(chosen, num_others) if asked and self._compares else [0] * len(asked)
+        most = max((*chosen, *compared), default=0)
+        is_plain = not most and not any(request.num_drafts for request in self.running)
+        if self._num_steps:
+            self._verify(most, is_shadow=bool(most) and not any(chosen), is_plain=is_plain)
+        self._num_steps += 1
+        if self._recording.has_kv and is_plain:
+            for request in self.running:
+                request.has_hole = True
+        self.running = [request for request in self.running if request.progress.room >= 0]
+        for request, number, shadows in zip(asked, chosen, compared, strict=True):
+            if request.progress.room > 0:
+                self._draft(request, number, shadows)
+
+    def _verify(self, most: int, *, is_shadow: bool, is_plain: bool) -> None:
+        """The target's pass: takes its time, and adds tokens."""
+        num_requests = len(self.running)
+        num_rows = num_requests + sum(request.num_drafts for request in self.running)
+        context = sum(len(request.progress.tokens) for request in self.running)
+        seconds = self._costs.step(num_requests, num_rows, most, context)
+        seconds *= math.exp(self._generator.gauss(0, NOISE))
+        self.seconds += seconds
+        num_tokens = sum(self._accept(request) for request in self.running)
+        if self._num_steps % (PLAIN_EVERY if is_plain else self._policy.report_every) == 0:
+            host = self._costs.host_seconds
+            self._policy.finished(
+                StepOutcome(num_requests, num_rows, most, num_tokens, context, seconds, host, is_shadow)
+            )
+
+    def _accept(self, request: Decoding) -> int:
+        """Verify a request's drafts; returns the number of new tokens."""
+        progress, num_drafts = request.progress, request.num_drafts
+        num_accepted = min(num_drafts, request.found.num_right, progress.room)
+        progress.tokens += [0] * (num_accepted + 1)
+        request.num_drafts = 0
+        if num_drafts and not self._compares:
+            self._policy.verified(progress, num_drafts if progress.room >= 0 else num_accepted, num_accepted)
+        return num_accepted + 1
+
+    def _draft(self, request: Decoding, number: int, shadows: int) -> None:
+        progress, found = request.progress, request.found
+        num_asked = min(max(number, shadows), progress.room)
+        num_drafts = min(found.num_drafts, num_asked)
+        request.num_drafts = min(num_drafts, number)
+        if not num_asked or bool(shadows) != self._compares:
+            return
+        self._policy.proposed(progress, num_asked, num_drafts)
+        if shadows and num_drafts:
+            num_right = min(found.num_right, num_drafts)
+            self._policy.compared(
+                progress, Comparison(num_asked, num_drafts, 0, num_right, num_right < num_drafts)
+            )
+
+
+def decoded(policy: Policy, recording: Recording, texts: Sequence[Text], generator: random.Random) -> float:
+    """Seconds that the policy needs for these texts."""
+    before = policy.num_choices if isinstance(policy, Rehearsed) else 0
+    turn = Turn(policy, recording, texts, generator)
+    while turn.running:
+        turn.step()
+    after = policy.num_choices if isinstance(policy, Rehearsed) else 0
+    return turn.seconds + (after - before) * CHOOSING
+
+
+def speeds(recording: Recording, batch: int, seed: int = 0) -> dict[str, float]:
+    """Speed of each way of choosing the number of drafts, relative to plain decoding. The first turn does not count:
+    `auto` still learns there what it knows in service; `new` is a new engine in each turn."""
+    most = recording.levels[-1]
+
+    def new() -> Policy:
+        return Rehearsed(recording.step_costs(), Acceptance(most), is_comparing=recording.is_compared)
+
+    auto, average = new(), AverageAcceptance(most)
+    table = BatchTable([(8, most), (32, max(1, most // 2)), (64, 1)])
+    ways: dict[str, Callable[[], Policy]] = {
+        "plain": lambda: FixedPolicy(0),
+        **{f"K={k}": lambda k=k: FixedPolicy(k) for k in recording.levels[1:]},  # type: ignore[misc]
+        "vLLM's": lambda: table,
+        "SGLang's": lambda: average,
+        "auto": lambda: auto,
+        "new": new,
+    }
+    seconds = dict.fromkeys(ways, 0.0)
+    for turn in range(TURNS.get(batch, 8)):
+        numbers = range(turn * batch, (turn + 1) * batch)
+        texts = [recording.texts[number % len(recording.texts)] for number in numbers]
+        for name, way in ways.items():
+            taken = decoded(way(), recording, texts, random.Random(1000 * seed + turn))
+            seconds[name] += taken if turn else 0.0
+    return {name: seconds["plain"] / taken for name, taken in seconds.items()}
+
+
+def best_fixed(found: dict[str, float]) -> str:
+    """The best fixed number, or plain decoding."""
+    return max((name for name in found if name == "plain" or name.startswith("K=")), key=found.__getitem__)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("recordings", type=Path, nargs="*")
+    parser.add_argument("--batches", default="1,4,16,64")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--record", type=Path, help="write a recording to this file")
+    parser.add_argument("--model", help="[default: the one that comes with draftproof]")
+    parser.add_argument("--drafter", type=json.loads, help="a speculative_config")
+    parser.add_argument("--prompts", type=Path, help="as for generate")
+    parser.add_argument("--changing", action="store_true", help="record noise after the prompts")
+    given = parser.parse_args()
+    if given.record is not None:
+        found = record(given.model, given.drafter, given.prompts, changing=given.changing)
+        given.record.write_text(json.dumps(found.as_json()))
+        given.recordings.append(given.record)
+    is_slow = False
+    for file in given.recordings:
+        for batch in map(int, given.batches.split(",")):
+            speed = speeds(Recording.read(file), batch, given.seed)
+            best = best_fixed(speed)
+            is_slow |= speed["auto"] < PLAIN_BOUND or speed["auto"] < FIXED_BOUND * speed[best]
+            shown = "  ".join(f"{name} {ratio:.3f}" for name, ratio in speed.items())
+            print(f"{file.stem}, batch {batch}: {shown}; auto {speed['auto'] / speed[best]:.3f} of {best}")
+    return int(is_slow)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
