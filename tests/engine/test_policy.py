@@ -322,15 +322,36 @@ def test_a_drafter_that_the_profile_cannot_run_is_measured_in_service() -> None:
     its = StepCosts(LEVELS, (), Curve({1: 1.0, 64: 2.0}))
     assert its.draft.at(2, 8) == pytest.approx(2 * GUESSED_DRAFT)
     for _ in range(50):
-        its.observe(StepOutcome(1, 9, 8, 5, 100, 2.0, draft_seconds=0.5))
+        its.observe(StepOutcome(1, 9, 8, 5, 100, 2.0, draft_seconds=0.5, num_asked=1))
         its.observe(StepOutcome(1, 1, 0, 1, 100, 1.0, draft_seconds=0.1))  # asked for none
-        its.observe(StepOutcome(64, 64, 8, 64, 100, 2.0, draft_seconds=6.4))
+        its.observe(StepOutcome(64, 64, 8, 64, 100, 2.0, draft_seconds=6.4, num_asked=64))
     assert its.draft.at(1, 8) == pytest.approx(0.5) and its.draft.at(60, 8) == pytest.approx(6.0)
     assert its.draft.at(5, 8) == pytest.approx(2.5), "as with the most similar number of requests"
     assert its.draft.at(1, 0) == 0.0
     profiled = costs(step=0.05)
-    profiled.observe(StepOutcome(1, 9, 8, 5, 100, 2.0, draft_seconds=0.9))
+    profiled.observe(StepOutcome(1, 9, 8, 5, 100, 2.0, draft_seconds=0.9, num_asked=1))
     assert profiled.draft.at(1, 8) == pytest.approx(0.4)
+
+
+def test_a_drafter_that_always_has_one_draft_is_no_fault() -> None:
+    """The chance of 12 drafts becomes too small for a float."""
+    its, one = policy(0.9, row=0.0, step=0.001, levels=(0, 1, 2, 3, 5, 8, 12, 16)), request(4)
+    its = AutoPolicy(its.costs, Acceptance(16, expected=0.9))
+    for _ in range(3000):
+        its.proposed(one, 16, 1)
+        its.verified(one, 1, 1)
+    assert its.choose([one], 0)[0] > 0
+
+
+def test_shadow_steps_correct_the_costs_between_plain_ones() -> None:
+    """Nothing else would, while nothing is drafted. Only those that were asked took the drafter's time."""
+    its = AutoPolicy(StepCosts(LEVELS, (), Curve({1: 1.0, 64: 2.0})), Acceptance(8))
+    its.savings = MOST_SAVED
+    for _ in range(20):
+        its.finished(StepOutcome(64, 64, 0, 64, 100, 2.0))
+        its.finished(StepOutcome(64, 64, 8, 64, 100, 2.0, 0.0, True, 4e-5, 8))
+    its._settle()
+    assert its.costs.draft.at(8, 8) == pytest.approx(4e-5)
 
 
 def test_a_choice_holds_for_few_rounds_and_for_its_requests_only() -> None:

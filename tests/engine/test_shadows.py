@@ -303,11 +303,11 @@ def test_a_drafters_time_is_reported_if_it_is_a_lookup(
     """A chain's time depends on which member drafts."""
     heard = list[StepOutcome]()
     runner = FakeRunner(3)
-    runner.drafter_is_lookup = is_lookup
+    runner.drafter_is_lookup, runner.drafter_has_kv = is_lookup, False
     monkeypatch.setattr(Pending, "draft_seconds", 0.5)
     engine = core(runner)
     engine.policy = FixedPolicy(3)
-    engine.policy.report_every = 1
+    engine.policy.report_every, engine.policy.compares = 1, True
     engine.policy.finished = heard.append  # type: ignore[method-assign]
     engine.add_request("a", spec(5, 12))
     finish(engine)

@@ -50,7 +50,8 @@ def rounded_rows(num_requests: int, num_rows: int, most_drafts: int) -> int:
 class StepOutcome(NamedTuple):
     """A finished decode-only step. `num_rows`: of all R requests; `num_drafts`: the most that a request wanted next;
     `num_tokens`: emitted; `context`: tokens of all requests before the step; `host_seconds`: part of `seconds` outside
-    both passes; `is_shadow`: its drafts were shadows; `draft_seconds`: of the drafter, 0: not known."""
+    both passes; `is_shadow`: its drafts were shadows; `draft_seconds`: of the drafter for
+    `num_asked` requests, 0: not known."""
 
     num_requests: int
     num_rows: int
@@ -61,6 +62,7 @@ class StepOutcome(NamedTuple):
     host_seconds: float = 0.0
     is_shadow: bool = False
     draft_seconds: float = 0.0
+    num_asked: int = 0
 
     @property
     def is_plain(self) -> bool:
@@ -216,8 +218,8 @@ class StepCosts:
         known = self.host_seconds
         host = min(step.host_seconds, MOST_SLOWER_HOST * known) if known else step.host_seconds
         self.host_seconds += max(HOST_RATE, 1 / self._num_told) * (host - known)
-        if step.num_drafts and step.draft_seconds:
-            self.draft.observe(step.num_requests, step.draft_seconds)
+        if step.num_asked and step.draft_seconds:
+            self.draft.observe(step.num_asked, step.draft_seconds)
         size = self._filled(step.num_requests, step.num_rows, step.num_drafts)
         about_as_many, kind = self._kind(*size)
         if about_as_many not in self._paces:

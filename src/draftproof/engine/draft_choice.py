@@ -19,6 +19,7 @@ WORTH_IT = 1.03
 # Part of a stake that a step with more than the fewest drafts may risk: many steps with few drafts tell more than one
 # with many.
 RISKED_ON_MANY = 0.4
+LEAST_GIVEN = 1e-6  # drafts of a part: a drafter with fewer never has that many
 
 
 class DraftChoice(NamedTuple):
@@ -161,6 +162,8 @@ class Chooser:
             own: list[Part] = []
             for low, high in pairwise(levels):
                 num_given = lengths[high] - lengths[low]
+                if num_given < LEAST_GIVEN:
+                    break
                 part = Part((tokens[high] - tokens[low]) / num_given, num_given, high, its_class)
                 while own and own[-1].chance < part.chance:
                     part = part.joined(own.pop())

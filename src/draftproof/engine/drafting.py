@@ -148,8 +148,8 @@ class Drafting:
         seconds = now - (before if is_ahead else flight.start)
         pending = flight.pending
         passes = seconds if is_ahead else pending.target_seconds + pending.draft_seconds
-        # a chain's time depends on which member drafts: that of the last steps says little of the next
-        draft_seconds = pending.draft_seconds if self._runner.drafter_is_lookup else 0.0
+        # not a chain's, which depends on which member drafts, nor where a lookup waits for the device
+        draft_seconds = pending.draft_seconds if self.compares else 0.0
         self.policy.finished(flight.outcome(results, seconds, max(0.0, seconds - passes), draft_seconds))
 
     def _prompted(self, flight: InFlightStep) -> None:

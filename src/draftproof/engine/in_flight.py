@@ -36,10 +36,11 @@ class InFlightStep:
         self, results: Sequence[RowResult], seconds: float, host_seconds: float, draft_seconds: float
     ) -> StepOutcome:
         """What the policy learns from it; for a step in which every request decoded."""
-        num_rows = num_drafts = num_tokens = context = 0
+        num_rows = num_drafts = num_tokens = context = num_asked = 0
         for scheduled, result in zip(self.scheduled, results, strict=True):
             num_rows += scheduled.num_rows
             num_drafts = max(num_drafts, scheduled.num_drafts)
+            num_asked += scheduled.num_drafts > 0
             num_tokens += len(result.token_ids)
             context += scheduled.start
         return StepOutcome(
@@ -52,4 +53,5 @@ class InFlightStep:
             host_seconds,
             self.is_shadow,
             draft_seconds,
+            num_asked,
         )

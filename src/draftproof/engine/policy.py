@@ -345,7 +345,8 @@ class AutoPolicy:
         longer: dict[tuple[int, int, int], float] = {}  # plain steps that a step of this size takes
         for step, num_steps in steps:
             self._num_unobserved += num_steps
-            if step.is_plain or self.savings < ALLOWANCE or self._num_unobserved >= OBSERVED_EVERY:
+            is_rare = step.is_plain or step.is_shadow
+            if is_rare or self.savings < ALLOWANCE or self._num_unobserved >= OBSERVED_EVERY:
                 self._num_unobserved = 0
                 self.costs.observe(step)
             if step.is_shadow:

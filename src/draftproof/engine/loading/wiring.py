@@ -229,7 +229,8 @@ def _policy(base: Base, drafters: Drafters, runner: ModelRunner) -> Policy:
         "exact": base.config.exact,
     }
     costs = profile.costs_of(StepMeter(runner), drafters.levels, identity, native.default_cache_dir())
-    return AutoPolicy(costs, Acceptance(drafters.num_drafts), is_comparing=can_compare(runner))
+    is_comparing = can_compare(runner) and not costs.is_padded  # as `AutoPolicy.compares` has it
+    return AutoPolicy(costs, Acceptance(drafters.num_drafts), is_comparing=is_comparing)
 
 
 def _bind(drafter: Drafter | None, runtime: DraftRuntime) -> None:
