@@ -42,7 +42,7 @@ from typing import Any
 
 from bench import matrix
 from bench.models import Shape
-from bench.rules import AverageAcceptance, BatchTable
+from bench.rules import AverageAcceptance, table_up_to
 from draftproof import LLM, SamplingParams, assets
 from draftproof.bench import internals, workload
 from draftproof.cli.prompts import read_file
@@ -152,7 +152,7 @@ class Bench:
         levels = auto.costs.levels
         most = levels[-1]
         fixed = [Way(f"K={k}", self.drafting, partial(FixedPolicy, k)) for k in levels[1:]]
-        table = BatchTable([(8, most), (32, max(1, most // 2)), (64, 1)])
+        table = table_up_to(most)
         sglang = AverageAcceptance(most)
         ours = Way("auto", self.drafting, lambda: auto)
         off = Way("off", self.drafting, partial(FixedPolicy, 0))
@@ -297,6 +297,10 @@ def real_prompts(llm: LLM, file: Path | None) -> Ids:
     return [prompt.token_ids(llm.tokenizer, chat=False) for prompt in read]
 
 
+def noise_prompts(llm: LLM, number: int) -> Ids:
+    return workload.random_prompts(number, 200, 0.2, llm.model_config.vocab_size, seed=1)
+
+
 def bench_of(given: argparse.Namespace, plain: LLM, drafting: LLM, batches: tuple[int, ...]) -> Bench:
     return Bench(
         plain=plain,
@@ -388,8 +392,7 @@ def cells(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for name, bench, prompts in benches(given):
         noise = None
         if given.changing:
-            vocab_size = bench.plain.model_config.vocab_size
-            noise = workload.random_prompts(len(prompts), 200, 0.2, vocab_size, seed=1)
+            noise = noise_prompts(bench.plain, len(prompts))
         for rate in given.rates.split(",") if given.rates else [""]:
             if rate:
                 drafter = internals.drafter_of(bench.drafting)

@@ -25,22 +25,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.rules import AverageAcceptance, BatchTable
-from draftproof import LLM, SamplingParams, assets
-from draftproof.bench import internals, workload
-from draftproof.cli.prompts import read_file
+from bench.adaptive import FIXED_BOUND, PLAIN_BOUND, noise_prompts, real_prompts
+from bench.rules import AverageAcceptance, table_up_to
+from draftproof import LLM, SamplingParams
+from draftproof.bench import internals
 from draftproof.engine.acceptance import Acceptance
 from draftproof.engine.costs import StepCosts, StepOutcome
 from draftproof.engine.interface import RequestSpec
 from draftproof.engine.policy import PLAIN_EVERY, AutoPolicy, FixedPolicy, Policy
 from draftproof.engine.progress import Progress
-from draftproof.engine.shadows import Comparison
+from draftproof.engine.shadows import Comparison, Shadow
 
 CHOOSING = 200e-6  # seconds of a choice, with the reports before it: measured between passes of a small model
 NOISE = 0.03  # standard deviation of a step's time, relative
 NUM_TOKENS = 100  # of each request
 TURNS = {1: 32, 4: 12, 16: 6, 64: 4}  # by batch size
-PLAIN_BOUND, FIXED_BOUND = 0.97, 0.95
 
 
 class Found(NamedTuple):
@@ -121,19 +120,17 @@ class Recorder(FixedPolicy):
         for request, drafts in self._drafts.values():
             found = {}
             for start, its in drafts.items():
-                known = request.tokens[start : start + len(its)]
-                pairs = enumerate(zip(its, known, strict=False))
-                num_right = next((n for n, (draft, token) in pairs if draft != token), len(known))
-                found[start - request.num_prompt] = Found(len(its), num_right)
+                shadow = Shadow(start, its, len(its))
+                shadow.compare(request.tokens)
+                found[start - request.num_prompt] = Found(len(its), shadow.num_accepted)
             yield Text(request.num_prompt, found)
 
 
 def record(model: str | None, config: dict[str, Any], prompts: Path | None, *, changing: bool) -> Recording:
     llm = LLM(model, max_num_seqs=1, enable_prefix_caching=False, speculative_config=config, device="cpu")
-    read = read_file(prompts or assets.path(assets.PROMPTS))
-    ids = [prompt.token_ids(llm.tokenizer, chat=False) for prompt in read]
+    ids = real_prompts(llm, prompts)
     if changing:
-        ids += workload.random_prompts(len(ids), 200, 0.2, llm.model_config.vocab_size, seed=1)
+        ids += noise_prompts(llm, len(ids))
     policy = llm.core.policy
     assert isinstance(policy, AutoPolicy)
     is_compared = internals.compares_drafts(llm)
@@ -285,7 +282,7 @@ def speeds(recording: Recording, batch: int, seed: int = 0) -> dict[str, float]:
         return Rehearsed(recording.step_costs(), Acceptance(most), is_comparing=recording.is_compared)
 
     auto, average = new(), AverageAcceptance(most)
-    table = BatchTable([(8, most), (32, max(1, most // 2)), (64, 1)])
+    table = table_up_to(most)
     ways: dict[str, Callable[[], Policy]] = {
         "plain": lambda: FixedPolicy(0),
         **{f"K={k}": lambda k=k: FixedPolicy(k) for k in recording.levels[1:]},  # type: ignore[misc]

@@ -30,6 +30,11 @@ class BatchTable(FixedPolicy):
         return [self.at(len(asked) + num_others)] * len(asked)
 
 
+def table_up_to(most: int) -> BatchTable:
+    """A table such as one would write for a drafter of at most `most` drafts."""
+    return BatchTable([(8, most), (32, max(1, most // 2)), (64, 1)])
+
+
 class AverageAcceptance(FixedPolicy):
     """SGLang: for each slot of batch sizes, a moving average of accepted drafts per round moves the number up and down
     among the slot's; from 0 the smallest is tried again."""
