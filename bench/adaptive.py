@@ -102,9 +102,14 @@ class Way:
             kept.clear()
 
     def decoding_speed(self, batch: int) -> float:
-        """Tokens per second of steps in which `batch` requests decode."""
+        """Tokens per second of steps in which `batch` requests decode, each as long as the median of its size: a single
+        disturbance is no matter of prediction."""
         steps = [step for step in self.steps if step.num_requests == batch]
-        return sum(step.num_tokens for step in steps) / sum(step.seconds for step in steps)
+        by_size: dict[tuple[int, int], list[float]] = {}
+        for step in steps:
+            by_size.setdefault((step.num_rows, step.num_drafts), []).append(step.seconds)
+        seconds = sum(len(times) * statistics.median(times) for times in by_size.values())
+        return sum(step.num_tokens for step in steps) / seconds
 
     def speed(self, turns: Sequence[int]) -> float:
         return sum(self.tokens[i] for i in turns) / sum(self.seconds[i] for i in turns)
@@ -164,7 +169,7 @@ class Bench:
             by_table,
             Way("SGLang's", self.drafting, lambda: sglang),
             ours,
-            Way("new", self.drafting, lambda: copy.deepcopy(self.new)),
+            Way("new", self.drafting, self._reset),
         ]
         alike = next((way for way in fixed if way.name == f"K={table.at(batch)}"), None)
         if alike is not None and self.waves == 1:  # for this batch size the rule is a fixed number
@@ -220,6 +225,11 @@ class Bench:
                 _leave_out(still, fixed, HOPELESS)
                 ways[:] = [way for way in still if way.name != "off" or number < TURNS_OFF]
         return self.num_turns
+
+    def _reset(self) -> Policy:
+        """The policy of a new engine, whose drafter has learned nothing of its drafts either."""
+        internals.forget_matches(self.drafting)
+        return copy.deepcopy(self.new)
 
     def asked(self, prompts: Ids) -> Acceptance:
         """Measure the acceptance for these prompts, always with the maximum of drafts. The second time counts: a

@@ -25,16 +25,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from bench.adaptive import FIXED_BOUND, PLAIN_BOUND, noise_prompts, real_prompts
 from bench.rules import AverageAcceptance, table_up_to
 from draftproof import LLM, SamplingParams
 from draftproof.bench import internals
+from draftproof.drafters.base import Drafter
+from draftproof.drafters.ngram import NgramDrafter
 from draftproof.engine.acceptance import Acceptance
 from draftproof.engine.costs import StepCosts, StepOutcome
-from draftproof.engine.interface import RequestSpec
+from draftproof.engine.interface import RequestSpec, RowPrice
 from draftproof.engine.policy import PLAIN_EVERY, AutoPolicy, FixedPolicy, Policy
 from draftproof.engine.progress import Progress
 from draftproof.engine.shadows import Comparison, Shadow
+from draftproof.kernels.confidence.reference import MEMORY, MOST_MATCHED, chances_of, num_paying
+from draftproof.kernels.lookup.reference import lookup_torch
 
 CHOOSING = 200e-6  # seconds of a choice, with the reports before it: measured between passes of a small model
 NOISE = 0.03  # standard deviation of a step's time, relative
@@ -43,10 +49,12 @@ TURNS = {1: 32, 4: 12, 16: 6, 64: 4}  # by batch size
 
 
 class Found(NamedTuple):
-    """Drafts at one position: how many there are, and how many of them are right."""
+    """Drafts at one position: how many there are, how many of them are right, and how many tokens before them match
+    those before where they were copied from; 0: not copied."""
 
     num_drafts: int
     num_right: int
+    num_matched: int = 0
 
 
 @dataclass(frozen=True)
@@ -67,6 +75,11 @@ class Recording:
     is_compared: bool
     has_kv: bool
     texts: list[Text]
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether the drafter copies drafts and ends those that do not pay."""
+        return any(found.num_matched for text in self.texts for found in text.drafts.values())
 
     def step_costs(self) -> StepCosts:
         found = StepCosts(self.levels)
@@ -116,14 +129,25 @@ class Recorder(FixedPolicy):
     def finished(self, step: StepOutcome) -> None:
         self.host_seconds.append(step.host_seconds)
 
-    def texts(self) -> Iterator[Text]:
+    def texts(self, drafter: Drafter | None) -> Iterator[Text]:
         for request, drafts in self._drafts.values():
             found = {}
             for start, its in drafts.items():
                 shadow = Shadow(start, its, len(its))
                 shadow.compare(request.tokens)
-                found[start - request.num_prompt] = Found(len(its), shadow.num_accepted)
+                num_matched = _num_matched(drafter, request.tokens[:start])
+                found[start - request.num_prompt] = Found(len(its), shadow.num_accepted, num_matched)
             yield Text(request.num_prompt, found)
+
+
+def _num_matched(drafter: Drafter | None, tokens: Sequence[int]) -> int:
+    """Number of tokens that match before the drafts of an n-gram drafter; 0 for other drafters."""
+    if not isinstance(drafter, NgramDrafter):
+        return 0
+    first, options = torch.zeros(1, dtype=torch.int64), drafter.options
+    tokens_SL, length_S = torch.tensor([tokens], dtype=torch.int32), torch.tensor([len(tokens)])
+    *_, matched_R = lookup_torch(tokens_SL, length_S, first, first, 1, options.shortest, options.longest)
+    return min(MOST_MATCHED, int(matched_R))
 
 
 def record(model: str | None, config: dict[str, Any], prompts: Path | None, *, changing: bool) -> Recording:
@@ -145,14 +169,36 @@ def record(model: str | None, config: dict[str, Any], prompts: Path | None, *, c
         statistics.median(recorder.host_seconds),
         is_compared,
         llm.core.runner.drafter_has_kv,
-        list(recorder.texts()),
+        list(recorder.texts(internals.drafter_of(llm))),
     )
 
 
+class Matches:
+    """`Ops.confidence` for recorded drafts: hits and trials by number of matching tokens."""
+
+    def __init__(self, num_drafts: int) -> None:
+        self._hits = [0.0] * (MOST_MATCHED + num_drafts)
+        self._trials = list(self._hits)
+
+    def learn(self, found: Found, num_known: int) -> None:
+        """Count what became of drafts after which `num_known` tokens came."""
+        num_right = min(found.num_right, num_known)
+        self._hits = [hits * MEMORY for hits in self._hits]
+        self._trials = [trials * MEMORY for trials in self._trials]
+        for number in range(min(num_right + 1, num_known, found.num_drafts)):
+            self._trials[found.num_matched + number] += 1.0
+            self._hits[found.num_matched + number] += number < num_right
+
+    def num_paying(self, found: Found, price: RowPrice) -> int:
+        chances = chances_of(self._hits, self._trials)
+        return num_paying(chances[found.num_matched :], found.num_drafts, *price)
+
+
 class Rehearsed(AutoPolicy):
-    """Choosing takes `CHOOSING`, however fast this machine is."""
+    """Choosing takes `CHOOSING`, however fast this machine is. `matches`: of the drafter."""
 
     num_choices = 0
+    matches: Matches
 
     def choose(self, asked: list[Progress], num_others: int) -> list[int]:
         before = self._kept
@@ -165,11 +211,13 @@ class Rehearsed(AutoPolicy):
 
 @dataclass
 class Decoding:
-    """A request that decodes. `num_drafts`: waiting to be verified; `has_hole`: the drafter missed some of its rows."""
+    """A request that decodes. `num_drafts`: waiting to be verified; `has_hole`: the drafter missed some of its rows;
+    `last`: the last drafts that were copied, and the number of tokens before them."""
 
     text: Text
     progress: Progress
     num_drafts: int = 0
+    last: tuple[Found, int] | None = None
     has_hole: bool = False
 
     @property
@@ -185,6 +233,7 @@ class Turn:
     ) -> None:
         self._policy = policy
         self._recording = recording
+        self._is_copied = recording.is_copied
         self._costs = recording.step_costs()
         self._generator = generator
         self._compares = recording.is_compared and policy.compares
@@ -211,6 +260,7 @@ class Turn:
         chosen = self._policy.choose([request.progress for request in asked], num_others)
         compared = self._policy.shadows(chosen, num_others) if asked and self._compares else [0] * len(asked)
         most = max((*chosen, *compared), default=0)
+        price = self._policy.price() if self._is_copied else RowPrice()
         is_plain = not most and not any(request.num_drafts for request in self.running)
         if self._num_steps:
             self._verify(most, is_shadow=bool(most) and not any(chosen), is_plain=is_plain)
@@ -221,7 +271,7 @@ class Turn:
         self.running = [request for request in self.running if request.progress.room >= 0]
         for request, number, shadows in zip(asked, chosen, compared, strict=True):
             if request.progress.room > 0:
-                self._draft(request, number, shadows)
+                self._draft(request, number, shadows, price if most else RowPrice())
 
     def _verify(self, most: int, *, is_shadow: bool, is_plain: bool) -> None:
         """The target's pass: takes its time, and adds tokens."""
@@ -248,8 +298,10 @@ class Turn:
             self._policy.verified(progress, num_drafts if progress.room >= 0 else num_accepted, num_accepted)
         return num_accepted + 1
 
-    def _draft(self, request: Decoding, number: int, shadows: int) -> None:
+    def _draft(self, request: Decoding, number: int, shadows: int, price: RowPrice) -> None:
         progress, found = request.progress, request.found
+        if price.rows and isinstance(self._policy, Rehearsed):
+            found = self._cut(request, found, min(max(number, shadows), progress.room), price)
         num_asked = min(max(number, shadows), progress.room)
         num_drafts = min(found.num_drafts, num_asked)
         request.num_drafts = min(num_drafts, number)
@@ -261,6 +313,18 @@ class Turn:
             self._policy.compared(
                 progress, Comparison(num_asked, num_drafts, 0, num_right, num_right < num_drafts)
             )
+
+    def _cut(self, request: Decoding, found: Found, num_asked: int, price: RowPrice) -> Found:
+        """The drafts that pay, of those asked for."""
+        assert isinstance(self._policy, Rehearsed)
+        matches, num_tokens = self._policy.matches, len(request.progress.tokens)
+        if request.last is not None:
+            last, before = request.last
+            matches.learn(last, num_tokens - before)
+        num_drafts = min(found.num_drafts, num_asked)
+        found = found._replace(num_drafts=num_drafts, num_right=min(found.num_right, num_drafts))
+        request.last = (found, num_tokens) if num_drafts else None
+        return found._replace(num_drafts=matches.num_paying(found, price))
 
 
 def decoded(policy: Policy, recording: Recording, texts: Sequence[Text], generator: random.Random) -> float:
@@ -279,7 +343,9 @@ def speeds(recording: Recording, batch: int, seed: int = 0) -> dict[str, float]:
     most = recording.levels[-1]
 
     def new() -> Policy:
-        return Rehearsed(recording.step_costs(), Acceptance(most), is_comparing=recording.is_compared)
+        policy = Rehearsed(recording.step_costs(), Acceptance(most), is_cut=recording.is_copied)
+        policy.matches = Matches(most)
+        return policy
 
     auto, average = new(), AverageAcceptance(most)
     table = table_up_to(most)

@@ -13,6 +13,7 @@ import torch
 from draftproof import LLM, SamplingParams
 from draftproof.drafters.base import Verified
 from draftproof.drafters.head import HeadDrafter
+from draftproof.engine.interface import RowPrice
 from draftproof.engine.policy import FixedPolicy
 from draftproof.models.config import read_config
 from tests.conformance.cases import CASES
@@ -114,11 +115,11 @@ def test_confidence_ends_a_proposal_early(tmp_path: Path) -> None:
 class Priced(FixedPolicy):
     """Always asks for all drafts, with a fixed price of a row."""
 
-    def __init__(self, num_drafts: int, price: float) -> None:
+    def __init__(self, num_drafts: int, price: RowPrice) -> None:
         super().__init__(num_drafts)
         self._price = price
 
-    def price(self) -> float:
+    def price(self) -> RowPrice:
         return self._price
 
 
@@ -127,7 +128,8 @@ def test_a_proposal_ends_where_a_draft_is_worth_less_than_its_row(tmp_path: Path
     head = str(dspark_from_dflash(Path(DFLASH), tmp_path, "gated"))
     llm = LLM(dtype="float32", speculative_config={"model": head})
     texts, counts = [], []
-    for price in (0.0, 0.3, 1.1, 0.0):
+    # free; about a third of a token a row; more than a token a row; free
+    for price in (RowPrice(), RowPrice(3e4, 1e5), RowPrice(1.1e5, 1e5), RowPrice()):
         llm.engine.policy = Priced(7, price)
         before = llm.stats.speculation.num_draft_tokens
         outputs = llm.generate(prompts()[:3], GREEDY, use_tqdm=False)

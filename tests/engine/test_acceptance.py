@@ -121,13 +121,3 @@ def test_what_follows_is_forgotten_in_steps_without_drafts() -> None:
     for _ in range(2000):
         acceptance.fade()
     assert acceptance.followed.estimates[0] > 0.9
-
-
-def test_caution_ends_with_what_is_found_of_a_request() -> None:
-    acceptance, record = Acceptance(4), AcceptanceRecord()
-    assert acceptance.class_of(record, caution=2.0).odds == -2 and acceptance.class_of(record).odds == 0
-    distances = []
-    for _ in range(60):
-        acceptance.count(record, 4, 3)
-        distances.append(record.odds() - record.odds(caution=2.0))
-    assert distances[0] >= 1 and distances[-1] == 0

@@ -25,8 +25,9 @@ from draftproof.engine.costs import (
     StepOutcome,
     rounded_rows,
 )
-from draftproof.engine.draft_choice import WORTH_IT, Chooser
+from draftproof.engine.draft_choice import WORTH_IT, Chooser, DraftChoice
 from draftproof.engine.drafting import PLAIN_EVERY
+from draftproof.engine.interface import RowPrice
 from draftproof.engine.policy import (
     ALLOWANCE,
     FIRST_KEPT,
@@ -34,6 +35,7 @@ from draftproof.engine.policy import (
     MOST_KEPT,
     MOST_SAVED,
     MOST_WAITING,
+    PATIENCE,
     ROUNDS_KEPT,
     STAKE,
     TOLD_KEPT,
@@ -674,10 +676,47 @@ def test_a_profile_comes_back_from_its_file() -> None:
 def test_a_row_must_bring_what_its_time_is_worth(row: float, buckets: tuple[int, ...]) -> None:
     """Where steps are padded to buckets, saving a row saves no time."""
     its = policy(0.9, row=row, step=0.0, buckets=buckets)
-    assert its.price() == 0.0, "nothing was chosen yet"
+    assert its.price() == RowPrice(), "nothing was chosen yet"
     (num_drafts,) = its.choose([request(4)], 0)
-    speed = its.chooser.best({its.acceptance.unknown: 1}, stake=STAKE * its.savings).speed
-    assert num_drafts and its.price() == pytest.approx(0.0 if buckets else row * speed)
+    plain = its.costs.plain(1)
+    assert num_drafts and its.price() == pytest.approx((0.0, 0.0 if buckets else PATIENCE * plain / row))
+
+
+def test_the_tokens_of_other_requests_wait_for_a_row_too() -> None:
+    """Three of four requests are others: their tokens count, and the time without one request's drafts."""
+    its = policy(0.9, row=0.1, step=0.0)
+    asked = [request(4, number) for number in range(4)]
+    assert any(its.choose(asked, 0))
+    choice, plain = its._kept.choice, its.costs.plain(4)
+    others, rows = its.price()
+    assert others == pytest.approx(0.75 * choice.tokens)
+    assert rows == pytest.approx(PATIENCE * (plain + 0.75 * (choice.seconds - plain)) / 0.1)
+    assert choice.seconds > plain and choice.tokens > 4
+
+
+def test_drafts_that_are_only_compared_have_a_price(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else nobody knew whether those that pay would be accepted."""
+    its = policy(0.0, row=0.1, step=0.0)
+    its.savings = 0.0
+    assert its.choose([request(4)], 0) == [0]
+    assert its.price() == pytest.approx((0.0, PATIENCE * its.costs.plain(1) / 0.1))
+
+
+def test_rows_that_cost_nothing_have_no_price() -> None:
+    its = policy(0.9, row=0.0, step=0.0)
+    assert any(its.choose([request(4)], 0)) and its.price() == RowPrice()
+
+
+def test_a_choice_lasts_longer_where_the_drafter_ends_proposals() -> None:
+    """A second for 0.1 ms of choosing."""
+    lengths = []
+    for is_cut in (False, True):
+        its = policy(0.9)
+        its.is_cut, its._choosing_seconds = is_cut, 0.02 * its.costs.plain(1) * ROUNDS_KEPT
+        asked = [request(4)]
+        its._kept = Kept(asked, 0, [0], DraftChoice({}, 1.0, 1.0), False, 1, False)
+        lengths.append(its._choice_for(asked, 0, its._kept).longer)
+    assert 1 <= lengths[0] < lengths[1] <= MOST_KEPT
 
 
 def test_sizes_of_steps_come_again() -> None:

@@ -27,7 +27,7 @@ from draftproof.engine.policy import (
 from draftproof.engine.progress import Progress
 from draftproof.engine.shadows import Comparison, Shadow
 from tests.engine.test_core import FakeRunner, Pending, core, finish, ids, spec
-from tests.engine.test_policy import costs, policy
+from tests.engine.test_policy import policy
 from tests.engine.test_scheduler import request
 
 
@@ -272,28 +272,17 @@ def test_few_steps_with_drafts_correct_the_costs_once_savings_are_made(
         assert len(heard) == 40 // every
 
 
-@pytest.mark.parametrize(("num_requests", "cautious"), [(MOST_SHADOWS, 1), (MOST_SHADOWS + 1, 8)])
-def test_what_earlier_requests_repeated_is_not_expected_of_new_ones_that_are_compared(
-    num_requests: int, cautious: int
-) -> None:
-    """With many requests few are compared, so nothing else is known of them."""
-    chosen = {}
-    for is_comparing in (False, True):
-        its = AutoPolicy(costs(row=0.4, step=0.0, base=8.0), Acceptance(8), is_comparing=is_comparing)
-        its.savings = MOST_SAVED
-        for number in range(40):
-            its.compared(request(4, number), Comparison(8, 8, 0, 8 * (number % 2), number % 2 == 0))
-        chosen[is_comparing] = its.choose([request(4, 100 + number) for number in range(num_requests)], 0)[0]
-    assert chosen == {False: 8, True: cautious}
-
-
 @pytest.mark.parametrize(
-    ("config", "is_comparing"),
-    [({"method": "ngram"}, True), ({"model": str(assets.path("tiny-eagle3"))}, False)],
+    ("config", "is_cut"),
+    [
+        ({"method": "ngram"}, True),
+        ({"method": "suffix"}, False),
+        ({"model": str(assets.path("tiny-eagle3"))}, False),
+    ],
 )
-def test_the_policy_knows_whether_drafts_are_compared(config: dict[str, Any], is_comparing: bool) -> None:
+def test_the_policy_knows_whether_the_drafter_ends_proposals(config: dict[str, Any], is_cut: bool) -> None:
     its = LLM(assets.path("tiny"), max_num_seqs=1, speculative_config=config).core.policy
-    assert isinstance(its, AutoPolicy) and its.is_comparing == is_comparing
+    assert isinstance(its, AutoPolicy) and its.is_cut == is_cut
 
 
 @pytest.mark.parametrize("is_lookup", [False, True])

@@ -23,12 +23,19 @@ def find(look: Lookup, text: list[int], k: int, shortest: int = 2, longest: int 
     tokens_SL = torch.full((3, len(text) + 3), 1, dtype=torch.int32)
     tokens_SL[1, : len(text)] = torch.tensor(text, dtype=torch.int32)
     length_S = torch.tensor([0, len(text), 1])
-    tokens_RK, count_R = look(
+    tokens_RK, count_R, matched_R = look(
         tokens_SL, length_S, torch.tensor([1]), torch.tensor([k]), k + 1, shortest, longest
     )
     count = int(count_R)
+    assert matched(text, longest) == int(matched_R)
     assert tokens_RK.dtype == torch.int64 and not tokens_RK[0, count:].any()
     return [int(t) for t in tokens_RK[0, :count]]
+
+
+def matched(text: list[int], longest: int) -> int:
+    """Number of tokens of the longest suffix that occurred before."""
+    lengths = range(min(longest, len(text) - 1), 0, -1)
+    return next((n for n in lengths if any(text[i : i + n] == text[-n:] for i in range(len(text) - n))), 0)
 
 
 def naive(text: list[int], k: int, shortest: int, longest: int) -> list[int]:
@@ -84,6 +91,8 @@ def test_a_drafter_looks_for_no_suffix_that_cannot_be() -> None:
 def test_each_request_has_its_own_slot_and_number(look: Lookup) -> None:
     tokens_SL = torch.tensor([[1, 2, 3, 1, 2, 0], [5, 5, 5, 5, 5, 5], [4, 4, 4, 9, 9, 9]], dtype=torch.int32)
     length_S, slots_R = torch.tensor([5, 0, 3]), torch.tensor([2, 0, 1, 0])
-    tokens_RK, count_R = look(tokens_SL, length_S, slots_R, torch.tensor([9, 2, 3, 0]), 3, 1, 4)
+    k_R = torch.tensor([9, 2, 3, 0])
+    tokens_RK, count_R, matched_R = look(tokens_SL, length_S, slots_R, k_R, 3, 1, 4)
     assert count_R.tolist() == [1, 2, 0, 0]
+    assert matched_R.tolist() == [2, 2, 0, 2]
     assert tokens_RK.tolist() == [[4, 0, 0], [3, 1, 0], [0, 0, 0], [0, 0, 0]]

@@ -17,6 +17,7 @@ from torch import Tensor
 from draftproof.attention.base import PagedAttention, Rows
 from draftproof.drafters.base import Drafter, Verified
 from draftproof.drafters.head import HeadDrafter
+from draftproof.drafters.ngram import NgramDrafter
 from draftproof.drafters.replay import ReplayDrafter
 from draftproof.drafters.sandbox import DrafterSandbox
 from draftproof.engine.acceptance import Acceptance
@@ -339,6 +340,13 @@ class AskingAnyway(AutoPolicy):
 
     def will_draft(self, request: Progress, num_others: int, num_lost: int = 0) -> bool:
         return True
+
+
+def forget_matches(llm: LLM) -> None:
+    """Let an n-gram drafter forget what became of its drafts."""
+    drafter = drafter_of(llm)
+    if isinstance(drafter, NgramDrafter):
+        drafter.forget()
 
 
 def asking_anyway(llm: LLM) -> AskingAnyway:

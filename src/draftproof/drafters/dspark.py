@@ -89,6 +89,7 @@ class MarkovDecode(Decode):
         before_R = block.anchor_R
         open_R = torch.ones_like(before_R)
         survival_R = torch.ones_like(before_R, dtype=torch.float32)
+        tokens_R = torch.ones_like(survival_R)  # expected, with the drafts so far
         count_R = torch.zeros_like(before_R)
         for j, hidden_RH in enumerate(block.hidden_JRH[: block.first + len(block.logits_KRV)]):
             k = j - block.first  # a row without a draft of its own is still a step of the recurrence
@@ -99,8 +100,11 @@ class MarkovDecode(Decode):
                 confidence_R = self.confidence(hidden_RH, before_RE)
                 open_R = open_R * (confidence_R >= self._threshold)
                 if block.price is not None:
+                    others, rows = block.price.unbind()
                     survival_R = survival_R * confidence_R
-                    open_R = open_R * (survival_R >= block.price)
+                    pays_R = survival_R * (rows + k) >= others + tokens_R
+                    open_R = open_R * (pays_R | (rows == 0))
+                    tokens_R = tokens_R + survival_R
                 count_R = count_R + open_R
             tokens.append(draw(k, block.logits_KRV[k] + bias_RV))
             before_R = tokens[-1]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from draftproof.config import parse_options
 from draftproof.drafters.base import Drafter, DraftRuntime, DraftSpec, Proposal, Verified
 from draftproof.drafters.context import DraftContext
+from draftproof.kernels.confidence import MatchRecord
 from draftproof.schema import is_whole
 
 
@@ -40,30 +42,46 @@ class NgramOptions:
 
 
 class NgramDrafter(Drafter):
-    """Proposes what `Ops.lookup` finds; no match, no draft. It reads only the known tokens, so it keeps no state."""
+    """Proposes what `Ops.lookup` finds; no match, no draft. Where it is known what a row costs, `Ops.confidence` ends
+    proposals that do not pay, by what became of earlier ones."""
 
-    spec = DraftSpec()
+    spec = DraftSpec(estimates=True)
 
-    def __init__(self, options: NgramOptions) -> None:
-        self._options = options
+    def __init__(self, options: NgramOptions, num_drafts: int) -> None:
+        self.options = options
+        self._num_drafts = num_drafts
 
     def bind(self, runtime: DraftRuntime) -> None:
         assert runtime.known is not None
         self._lookup = runtime.ops.lookup
         self._known = runtime.known
-        self._longest = min(self._options.longest, runtime.known.tokens_SL.shape[1])
+        self._longest = min(self.options.longest, runtime.known.tokens_SL.shape[1])
+        self._price = runtime.price
+        self._confidence = runtime.ops.confidence
+        self._record = MatchRecord.empty(len(self._known.length_S), self._num_drafts)
+
+    def forget(self) -> None:
+        """Forget what became of earlier proposals."""
+        self._record.clear()
+
+    def admit(self, slot: int, tokens: Sequence[int], num_cached: int) -> None:
+        self._record.forget(slot)
 
     def propose(self, verified: Verified, num_drafts: int) -> Proposal:
-        found = self._lookup(
+        tokens_RK, count_R, matched_R = self._lookup(
             *self._known,
             verified.slots_R,
             verified.k_R,
             num_drafts,
-            self._options.shortest,
+            self.options.shortest,
             self._longest,
         )
-        return Proposal(*found)
+        if self._price is not None:
+            drafts = (tokens_RK, count_R, matched_R)
+            count_R = self._confidence(*self._known, verified.slots_R, *drafts, self._price, self._record)
+        return Proposal(tokens_RK, count_R)
 
 
 def build(ctx: DraftContext) -> NgramDrafter:
-    return NgramDrafter(parse_options("speculative_config", ctx.options, NgramOptions))
+    options = parse_options("speculative_config", ctx.options, NgramOptions)
+    return NgramDrafter(options, ctx.num_drafts)

@@ -72,13 +72,11 @@ class AcceptanceRecord:
     last_asked: int = 0
     last_given: int = 0
 
-    def odds(self, caution: float = 0.0) -> int:
-        """The request's odds of acceptance relative to the pool's, as an exponent of `ODDS_STEP`: -`caution` before its
-        first round, and with each nearer to what was found."""
+    def odds(self) -> int:
+        """The request's odds of acceptance relative to the pool's, as an exponent of `ODDS_STEP`."""
         better = (self.hits + OWN_WEIGHT) / (self.expected_hits + OWN_WEIGHT)
         ratio = better * (self.expected_misses + OWN_WEIGHT) / (self.misses + OWN_WEIGHT)
-        unknown = OWN_WEIGHT / (self.hits + self.misses + OWN_WEIGHT)
-        return round(math.log(ratio) / math.log(ODDS_STEP) - caution * unknown)
+        return round(math.log(ratio) / math.log(ODDS_STEP))
 
     def fade(self, num_rounds: int = 1) -> None:
         """Reduce the weight of the past by `num_rounds` rounds without drafts."""
@@ -197,10 +195,10 @@ class Acceptance:
         """The class of new requests."""
         return RequestClass(0, _rarity(self.share))
 
-    def class_of(self, record: AcceptanceRecord, caution: float = 0.0) -> RequestClass:
-        """The class of a request; see `AcceptanceRecord.odds`."""
+    def class_of(self, record: AcceptanceRecord) -> RequestClass:
+        """The class of a request."""
         share = (record.given + OWN_WEIGHT * self.share) / (record.asked + OWN_WEIGHT)
-        return RequestClass(record.odds(caution), _rarity(share))
+        return RequestClass(record.odds(), _rarity(share))
 
     def survival(self, odds: int = 0) -> list[float]:
         """The chance that there is a draft 1, 2, ... and survives, in a round with drafts of a request with these

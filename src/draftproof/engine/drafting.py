@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from draftproof.engine.in_flight import InFlightStep
-from draftproof.engine.interface import RowResult, Runner
+from draftproof.engine.interface import RowPrice, RowResult, Runner
 from draftproof.engine.policy import PLAIN_EVERY, Policy
 from draftproof.engine.progress import Progress
 from draftproof.engine.scheduler import PlannedRows, Scheduler
@@ -61,9 +61,9 @@ class Drafting:
         """Whether the policy learns from comparing drafts with the output, not from verifying them."""
         return self.can_compare and self.policy.compares
 
-    def price(self, wanted: Sequence[int]) -> float:
-        """`StepInput.price` for a drafter that reads it; 0 if it is to make no drafts."""
-        return self.policy.price() if self._runner.drafter_estimates and any(wanted) else 0.0
+    def price(self, wanted: Sequence[int]) -> RowPrice:
+        """`StepInput.price` for a drafter that reads it and is to make drafts."""
+        return self.policy.price() if self._runner.drafter_estimates and any(wanted) else RowPrice()
 
     def may_rest(self, rows: Sequence[PlannedRows], wanted: Sequence[int]) -> bool:
         """Whether the step may skip the drafter: no request has drafts or wants any, and no prompt must be shown."""

@@ -26,6 +26,15 @@ class StepSize(NamedTuple):
     context: int = 0
 
 
+class RowPrice(NamedTuple):
+    """When a further draft row of a pass pays: if it brings more tokens than the other rows do on average. Without
+    drafts of its own a request shares a pass that brings `others` tokens to other requests and takes as long as `rows`
+    rows; 0 rows: its length does not depend on drafts. See `DraftRuntime.price`."""
+
+    others: float = 0.0
+    rows: float = 0.0
+
+
 class DeviceFaultError(RuntimeError):
     """The device failed and cannot be used by this process any more."""
 
@@ -150,10 +159,10 @@ class StepInput:
 
     `table_entries`: changes of the block tables. `fresh_blocks`: allocated since the last step; their draft keys and
     values are cleared. `all_decode`: every request samples all its rows and no draft was dropped, so the pass may be
-    padded to a captured size. `without_drafter`: the drafter neither drafts nor sees the rows. `price`: tokens that a
-    further row of the next pass must bring to pay (`DraftRuntime.price`). `masks`: for each scheduled request the
-    tokens that its sampled rows may have, one bit per id in 32-bit words, row after row; empty for a request without
-    grammar, and () if no request has one. `forced`: (slot, first position, ids) of drafts that replace the slot's.
+    padded to a captured size. `without_drafter`: the drafter neither drafts nor sees the rows. `price`: of a
+    further row of the next pass. `masks`: for each scheduled request the tokens that its sampled rows may have, one bit
+    per id in 32-bit words, row after row; empty for a request without grammar, and () if no request has one. `forced`:
+    (slot, first position, ids) of drafts that replace the slot's.
     """
 
     released: Sequence[int] = ()
@@ -163,7 +172,7 @@ class StepInput:
     scheduled: Sequence[ScheduledRequest] = ()
     all_decode: bool = False
     without_drafter: bool = False
-    price: float = 0.0
+    price: RowPrice = RowPrice()  # noqa: RUF009 (immutable)
     masks: Sequence[bytes] = ()
     forced: Sequence[tuple[int, int, Sequence[int]]] = ()
 

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from draftproof.engine.acceptance import Acceptance
 from draftproof.engine.costs import StepCosts, StepOutcome
 from draftproof.engine.draft_choice import Chooser, DraftChoice
+from draftproof.engine.interface import RowPrice
 from draftproof.engine.progress import Progress
 from draftproof.engine.shadows import Comparison
 from draftproof.metrics import Prediction
@@ -37,13 +38,15 @@ PLAIN_EVERY = 8
 OBSERVED_EVERY = 4
 MOST_KEPT, FIRST_KEPT = 8, 2
 CHOOSING_SHARE = 0.01
+# Where the drafter ends proposals itself, the number of drafts is but a limit, and a good one lasts longer.
+CHOOSING_SHARE_IF_CUT = 0.0025
 # Share of the time that making drafts may take while none are verified; less than one step in `PLAIN_EVERY` makes them.
 SHADOW_SHARE = 0.01
 MOST_SHADOWS = 8  # requests of a step whose drafts are compared
 SHADOWS_EVERY = 4  # drafts of the same requests are later compared in one of so many steps
-# `AcceptanceRecord.odds`: of a request whose drafts are compared in each of its first steps, which tell more of it than
-# the requests before it do. Verifying few drafts there costs little, many for a text without repetitions a lot.
-CAUTION = 1.5
+# By how much fewer rows a pass is taken to last for `RowPrice`: a token that is not drafted is not lost, and where text
+# repeats the next pass gets it about as cheaply.
+PATIENCE = 0.75
 MOST_WAITING = 256  # reports that wait to be taken in, at most: nothing is chosen while no request can draft
 MOST_TOKENS = 256  # output length that a new request is expected to have at most: limits are seldom reached
 
@@ -69,8 +72,8 @@ class Policy(Protocol):
         are verified; 0: as many as chosen, and none compared. Called after `choose`, where drafts can be compared."""
         ...
 
-    def price(self) -> float:
-        """Expected tokens that a further row of the next pass must bring to be worth its time."""
+    def price(self) -> RowPrice:
+        """When a further row of the next pass is worth its time."""
         ...
 
     def will_draft(self, request: Progress, num_others: int, num_lost: int = 0) -> bool:
@@ -114,8 +117,8 @@ class FixedPolicy:
     def shadows(self, chosen: Sequence[int], num_others: int) -> list[int]:
         return [0] * len(chosen)
 
-    def price(self) -> float:
-        return 0.0
+    def price(self) -> RowPrice:
+        return RowPrice()
 
     def will_draft(self, request: Progress, num_others: int, num_lost: int = 0) -> bool:
         return self._num_drafts > 0
@@ -149,6 +152,7 @@ class Kept:
     is_first: bool
     longer: int
     may_wait: bool
+    price: RowPrice | None = None  # see `Policy.price`, once it was asked for
     num_steps: int = 0
     num_told: int = 0  # steps reported by `finished`
     is_over: bool = False
@@ -186,7 +190,7 @@ class AutoPolicy:
 
     costs: StepCosts
     acceptance: Acceptance
-    is_comparing: bool = False  # drafts are compared with the output
+    is_cut: bool = False  # the drafter, a lookup, itself ends proposals where they do not pay
     savings: float = ALLOWANCE
     chooser: Chooser = field(init=False)
     _context: int = 0  # tokens of all requests, in the last step
@@ -226,12 +230,12 @@ class AutoPolicy:
         return kept.num_drafts
 
     def _choice_for(self, asked: list[Progress], num_others: int, before: Kept | None) -> Kept:
-        caution = CAUTION if self.is_comparing and len(asked) <= MOST_SHADOWS else 0.0
-        classes = [self.acceptance.class_of(request.record, caution) for request in asked]
+        classes = [self.acceptance.class_of(request.record) for request in asked]
         choice = self.chooser.best(Counter(classes), num_others, self._context, STAKE * self.savings)
         num_drafts = [choice.num_drafts.get(its_class, 0) for its_class in classes]
         num_steps = ROUNDS_KEPT if choice.num_drafts else TOLD_KEPT * PLAIN_EVERY
-        enough = self._choosing_seconds / (CHOOSING_SHARE * choice.seconds) / num_steps
+        share = CHOOSING_SHARE_IF_CUT if self.is_cut else CHOOSING_SHARE
+        enough = self._choosing_seconds / (share * choice.seconds) / num_steps
         is_first = before is None or not before.is_for(asked, num_others)  # then little is known of some
         longer = max(1, min(round(enough / 2), FIRST_KEPT) if is_first else min(round(enough), MOST_KEPT))
         may_wait = bool(choice.num_drafts) and self.savings - longer * num_steps * choice.worst >= ALLOWANCE
@@ -291,14 +295,26 @@ class AutoPolicy:
             found[number] = most
         return found
 
-    def price(self) -> float:
-        if self._kept is None or self.costs.is_padded:
-            return 0.0
-        choice = self._kept.choice
-        num_requests = len(self._kept.asked) + self._kept.num_others
-        most = max(choice.num_drafts.values(), default=0)
+    def price(self) -> RowPrice:
+        kept = self._kept
+        if kept is None or self.costs.is_padded:
+            return RowPrice()
+        if kept.price is None:
+            kept.price = self._price_with(kept.choice, len(kept.asked) + kept.num_others)
+        return kept.price
+
+    def _price_with(self, choice: DraftChoice, num_requests: int) -> RowPrice:
+        """The price in steps like those of `choice`. Without drafts too: those that are only compared tell whether
+        drafts at this price would pay."""
+        most = max(choice.num_drafts.values(), default=self.costs.levels[1])
         fewest, all_rows = (self.costs.step(num_requests, num_requests * (1 + k), most) for k in (0, most))
-        return (all_rows - fewest) / max(1, num_requests * most) * choice.speed
+        each = (all_rows - fewest) / max(1, num_requests * most)
+        if each <= 0 or not num_requests:
+            return RowPrice()
+        of_others = (num_requests - 1) / num_requests
+        plain = self.costs.plain(num_requests, self._context)
+        seconds = plain + (choice.seconds - plain) * of_others
+        return RowPrice(choice.tokens * of_others, PATIENCE * seconds / each)
 
     def will_draft(self, request: Progress, num_others: int, num_lost: int = 0) -> bool:
         self._settle()

@@ -20,6 +20,7 @@ from draftproof.runtime.graphs import OFTEN
 from draftproof.runtime.store import Store
 
 SECONDS = 2.0  # time limit of a profile; the indispensable sizes are run once even beyond it
+SECONDS_AGAIN = 0.5  # time limit of measuring the smallest sizes again
 ROUNDS, IN_A_ROW = 4, 4  # rounds over all sizes; runs of a size in a row, as in serving
 REQUESTS = (1, 2, 4, 8, 16, 32, 64)
 MOST_REQUESTS = 64
@@ -28,7 +29,7 @@ MOST_ROWS = 256  # rows of the largest measured size where steps are not capture
 EACH_CONTEXT, LEAST_CONTEXT = 256, 1024
 CONTEXT_REQUESTS = (4, 16, 64)  # numbers of requests that are also measured with context
 MOST_SPREAD = 1.3  # with a larger `StepCosts.spread` other programs have disturbed the profile
-VERSION = 4  # of what is measured: profiles of other versions are not used
+VERSION = 5  # of what is measured: profiles of other versions are not used
 LEVELS = (1, 2, 3, 5, 8, 12, 16, 24, 32, 48, 64)
 CAPTURED_LEVELS = (1, 3, 5, 8, 16, 32, 64)  # fewer, since each is a graph for every number of requests
 
@@ -99,7 +100,11 @@ def _prepare(
 
 def measure(runner: Measured, costs: StepCosts, clock: Callable[[], float] = time.perf_counter) -> None:
     """Measure the steps of `runner` and fill in `costs`. Sizes take turns, so that a slow phase of the machine slows
-    all of them. A size's fastest run counts, and times are made to grow with size."""
+    all of them. A size's fastest run counts, and times are made to grow with size.
+
+    The smallest sizes come first, before clock and caches have settled, and time is often up after one round: they are
+    measured again at the end, since all others are compared with them.
+    """
     found: dict[StepSize, list[tuple[float, float]]] = {}
     sizes, end = list(_sizes(runner, costs.levels)), clock() + SECONDS
     indispensable = _indispensable(sizes)
@@ -108,10 +113,14 @@ def measure(runner: Measured, costs: StepCosts, clock: Callable[[], float] = tim
             if clock() > end and (number or size not in indispensable):
                 continue
             prepared = 0 if number else OFTEN  # the first runs of a size prepare it
-            for run in range(max(IN_A_ROW, prepared + 2)):  # a single run says nothing of its spread
-                times = runner.measure(size)
-                if run >= prepared:
-                    found.setdefault(size, []).append(times)
+            # a single run says nothing of its spread
+            runs = [runner.measure(size) for _ in range(max(IN_A_ROW, prepared + 2))]
+            found.setdefault(size, []).extend(runs[prepared:])
+    end = clock() + SECONDS_AGAIN
+    for _ in range(ROUNDS):
+        for size in sizes:
+            if size.num_requests == sizes[0].num_requests and clock() <= end:
+                found[size] += [runner.measure(size) for _ in range(IN_A_ROW)]
     fastest = {size: (min(t for t, _ in runs), min(d for _, d in runs)) for size, runs in found.items()}
     _take(fastest, runner.on_device, costs)
     costs.spread = statistics.median(map(_spread, found.values()))

@@ -187,7 +187,7 @@ class ModelRunner:
         if items is not None:  # not a function of the slots' memory alone, so it cannot be a graph
             step = replace(step, all_decode=False)
         if self.price is not None:
-            self.price.fill_(step.price)
+            self.price.copy_(torch.tensor(step.price))
         has_processing = self.table.has_processing(s.slot for s in step.scheduled)
         processing = self.table.generation if has_processing else 0
         padded = self.shapes.padded(step)

@@ -1,7 +1,7 @@
 """A `StepInput` as one flat list of 64-bit integers, to be recorded or sent to another process without pickling.
 
 Layout: a list is its length followed by its items; a floating-point number is its 64 bits; an absent list has length
--1; a mask is a list of 32-bit words. Example: `released=[3]`, nothing else -> [1, 3, 0, 0, 0, 0, 0, 0, 0, 0, 0].
+-1; a mask is a list of 32-bit words. Example: `released=[3]`, nothing else -> [1, 3, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0].
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import struct
 from array import array
 from collections.abc import Sequence
 
-from draftproof.engine.interface import Admission, Item, ScheduledRequest, StepInput, TableEntry
+from draftproof.engine.interface import Admission, Item, RowPrice, ScheduledRequest, StepInput, TableEntry
 from draftproof.types import SamplingParams
 
 ABSENT = -1
@@ -38,7 +38,7 @@ def pack(step: StepInput) -> list[int]:
         num_logprobs = ABSENT if s.num_logprobs is None else s.num_logprobs
         out += (s.slot, s.start, s.num_rows, s.num_sampled, s.num_drafts, num_logprobs)
         out += (*s.scored, s.num_prompt_logprobs)
-    out += (int(step.all_decode), int(step.without_drafter), _bits(step.price), len(step.masks))
+    out += (int(step.all_decode), int(step.without_drafter), *map(_bits, step.price), len(step.masks))
     for mask in step.masks:
         _pack_list(out, memoryview(mask).cast("i").tolist())
     out.append(len(step.forced))
@@ -64,7 +64,7 @@ def unpack(vector: Sequence[int]) -> StepInput:
         scheduled=scheduled,
         all_decode=bool(reader.integer()),
         without_drafter=bool(reader.integer()),
-        price=reader.number(),
+        price=RowPrice(reader.number(), reader.number()),
         masks=[array("i", reader.integers()).tobytes() for _ in range(reader.integer())],
         forced=[(reader.integer(), reader.integer(), reader.integers()) for _ in range(reader.integer())],
     )

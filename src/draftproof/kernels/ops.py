@@ -12,7 +12,19 @@ from typing import Any
 
 import torch
 
-from draftproof.kernels import activation, experts, logits, lookup, norm, process, rope, rows, sample, step
+from draftproof.kernels import (
+    activation,
+    confidence,
+    experts,
+    logits,
+    lookup,
+    norm,
+    process,
+    rope,
+    rows,
+    sample,
+    step,
+)
 from draftproof.kernels.experts.spec import ExpertOps
 from draftproof.kernels.step.spec import StepOps
 from draftproof.kernels.versions import Versions
@@ -38,6 +50,7 @@ class Ops:
     log_normalizer: logits.LogNormalizer
     soft_cap: activation.SoftCap
     lookup: lookup.Lookup
+    confidence: confidence.Confidence
     step: StepOps
     experts: ExpertOps
 
@@ -56,6 +69,7 @@ OPERATORS: dict[str, Versions[Any]] = {
     "log_normalizer": logits.LOG_NORMALIZER,
     "soft_cap": activation.SOFT_CAP,
     "lookup": lookup.LOOKUP,
+    "confidence": confidence.CONFIDENCE,
     "step": step.STEP,
     "experts": experts.EXPERTS,
 }

@@ -130,7 +130,7 @@ def _runner(
         host_looks=device.type == "cpu",
         known=KnownTokens(state.slots.tokens_SL, state.slots.length_S),
         # where steps are padded to captured sizes, a proposal that ends early saves nothing
-        price=torch.zeros(1) if spec.estimates and drafters.is_auto and device.type == "cpu" else None,
+        price=torch.zeros(2) if spec.estimates and drafters.is_auto and device.type == "cpu" else None,
         turns=items.turns,
     )
     _bind(drafters.drafter, memory_lent)
@@ -229,8 +229,9 @@ def _policy(base: Base, drafters: Drafters, runner: ModelRunner) -> Policy:
         "exact": base.config.exact,
     }
     costs = profile.costs_of(StepMeter(runner), drafters.levels, identity, native.default_cache_dir())
-    is_comparing = can_compare(runner) and not costs.is_padded  # as `AutoPolicy.compares` has it
-    return AutoPolicy(costs, Acceptance(drafters.num_drafts), is_comparing=is_comparing)
+    return AutoPolicy(
+        costs, Acceptance(drafters.num_drafts), is_cut=can_compare(runner) and runner.drafter_estimates
+    )
 
 
 def _bind(drafter: Drafter | None, runtime: DraftRuntime) -> None:

@@ -24,12 +24,13 @@ class Lookup(Protocol):
         num_drafts: int,
         shortest: int,
         longest: int,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """The tokens after the most recent earlier occurrence of the longest suffix that has one, `shortest` to
         `longest` tokens.
 
-        Returns int64 tokens_RK, 0 beyond count_R, and count_R, which is at most k_R and 0 if there was no match.
-        Example: tokens a b c a b, longest 2: the suffix (a b) occurred at 0, followed by c a b.
+        Returns int64 tokens_RK, 0 beyond count_R; count_R, which is at most k_R and 0 if there was no match; and
+        matched_R, the number of tokens of that suffix, or fewer than `shortest`. Example: tokens a b c a b, longest 2:
+        the suffix (a b) occurred at 0, followed by c a b.
         """
         ...
 

@@ -26,12 +26,12 @@ class LookupCompiled:
         num_drafts: int,
         shortest: int,
         longest: int,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         R = len(slots_R)
-        out = torch.empty(R * (num_drafts + 1), dtype=torch.int64)
+        out = torch.empty(R * (num_drafts + 2), dtype=torch.int64)
         tensors = (tokens_SL, length_S, slots_R, k_R, out)
         pointers = [t.data_ptr() for t in tensors]
         columns = tokens_SL.shape[1]
         self._run(self._pack(*pointers, columns, R, num_drafts, shortest, longest), out)
-        tokens, count_R = out.split([R * num_drafts, R])
-        return tokens.view(R, num_drafts), count_R
+        tokens, count_R, matched_R = out.split([R * num_drafts, R, R])
+        return tokens.view(R, num_drafts), count_R, matched_R

@@ -28,5 +28,6 @@ extern "C" void dp_lookup(const LookupArgs* a) {
         int64_t count = best >= a->shortest ? std::min(wanted, end + 1 - follows) : 0;
         for (int64_t i = 0; i < a->num_drafts; i++) drafts[i] = i < count ? text[follows + i] : 0;
         a->out[a->requests * a->num_drafts + r] = count;
+        a->out[a->requests * (a->num_drafts + 1) + r] = best;
     }
 }

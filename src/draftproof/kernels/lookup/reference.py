@@ -18,7 +18,7 @@ def lookup_torch(
     num_drafts: int,
     shortest: int,
     longest: int,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """See `Lookup`. Its memory grows with R * L."""
     text_RL = tokens_SL.index_select(0, slots_R)
     length_R = length_S.index_select(0, slots_R)
@@ -32,9 +32,9 @@ def lookup_torch(
         matched_RL = matched_RL + alive_RL
     best_R, where_R = (matched_RL * len(at_L) + at_L).max(dim=1)
     follows_R = where_R + 1
-    found_R = best_R // len(at_L) >= shortest
-    count_R = torch.minimum(k_R.clamp(0, num_drafts), length_R - follows_R) * found_R
+    matched_R = best_R // len(at_L)
+    count_R = torch.minimum(k_R.clamp(0, num_drafts), length_R - follows_R) * (matched_R >= shortest)
     draft_RK = torch.arange(num_drafts, device=text_RL.device).expand(len(slots_R), -1)
     source_RK = (follows_R[:, None] + draft_RK).clamp(max=len(at_L) - 1)
     tokens_RK = text_RL.gather(1, source_RK).long()
-    return tokens_RK * (draft_RK < count_R[:, None]), count_R
+    return tokens_RK * (draft_RK < count_R[:, None]), count_R, matched_R

@@ -20,7 +20,7 @@ def _lookup_kernel(
     tokens, length, slots, k, out, columns, requests, num_drafts, shortest, longest,
     KP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write tokens_RK, then count_R."""
+    """Write tokens_RK, count_R and matched_R, one after the other."""
     begin(PDL)
     r = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + r)
@@ -47,6 +47,7 @@ def _lookup_kernel(
     token = tl.load(text + follows + draft, mask=draft < count, other=0)
     tl.store(out + r * num_drafts + draft, token.to(tl.int64), mask=draft < num_drafts)
     tl.store(out + requests * num_drafts + r, count)
+    tl.store(out + requests * (num_drafts + 1) + r, best // columns)
 
 
 def lookup(
@@ -57,10 +58,10 @@ def lookup(
     num_drafts: int,
     shortest: int,
     longest: int,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """See `Lookup`."""
     R = len(slots_R)
-    out = torch.empty(R * (num_drafts + 1), dtype=torch.int64, device=slots_R.device)
+    out = torch.empty(R * (num_drafts + 2), dtype=torch.int64, device=slots_R.device)
     assert tokens_SL.is_contiguous()
     with on(tokens_SL):
         _lookup_kernel[(R,)](
@@ -78,5 +79,5 @@ def lookup(
             BLOCK=BLOCK,
             **pdl(tokens_SL),
         )
-    tokens, count_R = out.split([R * num_drafts, R])
-    return tokens.view(R, num_drafts), count_R
+    tokens, count_R, matched_R = out.split([R * num_drafts, R, R])
+    return tokens.view(R, num_drafts), count_R, matched_R

@@ -1,0 +1,44 @@
+"""Confidence in drafts that were copied from earlier text, in C++.
+
+Shapes: S slots, L positions, R requests, K drafts.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from draftproof.kernels.confidence.reference import EXPECTED, MEMORY, MOST_MATCHED, PRIOR_WEIGHT
+from draftproof.runtime.native import Library
+
+if TYPE_CHECKING:
+    from draftproof.kernels.confidence import MatchRecord
+
+
+class ConfidenceCompiled:
+    """`confidence_torch` in C++."""
+
+    def __init__(self, library: Library) -> None:
+        self._run, self._pack = library.packed("dp_confidence", "12P6q3d")
+
+    def __call__(
+        self,
+        tokens_SL: Tensor,
+        length_S: Tensor,
+        slots_R: Tensor,
+        tokens_RK: Tensor,
+        count_R: Tensor,
+        matched_R: Tensor,
+        price: Tensor,
+        record: MatchRecord,
+    ) -> Tensor:
+        out_R = torch.empty_like(count_R)
+        given = (tokens_SL, length_S, slots_R, tokens_RK, count_R, matched_R, price)
+        kept = (record.drafts_SW, record.open_S3, record.hits_M, record.trials_M)
+        pointers = [t.data_ptr() for t in (*given, *kept, out_R)]
+        R, K = tokens_RK.shape
+        sizes = (tokens_SL.shape[1], R, K, record.drafts_SW.shape[1], len(record.hits_M), MOST_MATCHED)
+        self._run(self._pack(*pointers, *sizes, EXPECTED, PRIOR_WEIGHT, MEMORY), out_R, *kept)
+        return out_R

@@ -1,0 +1,81 @@
+"""Confidence in drafts that were copied from earlier text, in plain Python: it runs on the host only.
+
+Shapes: S slots, L positions, R requests, K drafts, M numbers of matching tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from draftproof.kernels.confidence import MatchRecord
+
+MOST_MATCHED = 16  # longer suffixes count as this long
+EXPECTED = 0.6  # prior chance of a draft after the fewest matching tokens
+PRIOR_WEIGHT = 4.0  # of a prior, in trials
+MEMORY = 0.998  # weight that the past keeps with each proposal that is compared
+
+
+def confidence_torch(
+    tokens_SL: Tensor,
+    length_S: Tensor,
+    slots_R: Tensor,
+    tokens_RK: Tensor,
+    count_R: Tensor,
+    matched_R: Tensor,
+    price: Tensor,
+    record: MatchRecord,
+) -> Tensor:
+    """See `Confidence`."""
+    others, rows = price.tolist()
+    if not rows:
+        return count_R.clone()
+    slots, counts = slots_R.tolist(), count_R.tolist()
+    matched = matched_R.clamp(max=MOST_MATCHED).tolist()
+    for slot in slots:
+        _learn(tokens_SL[slot], int(length_S[slot]), record, slot)
+    chances = chances_of(record.hits_M.tolist(), record.trials_M.tolist())
+    found = [num_paying(chances[m:], count, others, rows) for m, count in zip(matched, counts, strict=True)]
+    for r, slot in enumerate(slots):
+        record.open_S3[slot] = torch.tensor([int(length_S[slot]), counts[r], matched[r]])
+        record.drafts_SW[slot, : counts[r]] = tokens_RK[r, : counts[r]]
+    return torch.tensor(found, dtype=torch.int64)
+
+
+def _learn(text_L: Tensor, length: int, record: MatchRecord, slot: int) -> None:
+    """Count what became of a slot's last proposal, as far as the tokens since are known."""
+    start, count, matched = record.open_S3[slot].tolist()
+    known = min(length - start, count)
+    if known <= 0:
+        return
+    is_right = text_L[start : start + known].long() == record.drafts_SW[slot, :known]
+    num_right = int(is_right.long().cumprod(0).sum())
+    record.hits_M.mul_(MEMORY)
+    record.trials_M.mul_(MEMORY)
+    record.hits_M[matched : matched + num_right] += 1.0
+    record.trials_M[matched : matched + min(num_right + 1, known)] += 1.0
+
+
+def chances_of(hits: Sequence[float], trials: Sequence[float]) -> list[float]:
+    """Chance of a draft by matching tokens before it, shrunk towards that with one token less."""
+    found = [EXPECTED]
+    for hit, tried in zip(hits, trials, strict=True):
+        found.append((hit + PRIOR_WEIGHT * found[-1]) / (tried + PRIOR_WEIGHT))
+    return found[1:]
+
+
+def num_paying(chances: Sequence[float], count: int, others: float, rows: float) -> int:
+    """Number of drafts before the first that brings less than the tokens per row of the pass without it. Example: a
+    pass of one request that takes as long as 3 rows, and drafts with a chance of 0.7: the first pays, 0.7 > 1 / 3; the
+    second, 0.49 > 1.7 / 4, too; the third, 0.34 < 2.19 / 5, does not."""
+    survival, tokens = 1.0, others + 1.0
+    for j in range(count):
+        survival *= chances[j]
+        if survival * (rows + j) < tokens:
+            return j
+        tokens += survival
+    return count

@@ -1,0 +1,219 @@
+"""Confidence in copied drafts: worked examples, and each version against a plain computation."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from draftproof import LLM, SamplingParams, assets
+from draftproof.bench import internals
+from draftproof.cli.prompts import read_file
+from draftproof.drafters.ngram import NgramDrafter
+from draftproof.engine.interface import RowPrice
+from draftproof.engine.policy import FixedPolicy
+from draftproof.kernels.confidence import Confidence, MatchRecord
+from draftproof.kernels.confidence.compiled import ConfidenceCompiled
+from draftproof.kernels.confidence.reference import (
+    EXPECTED,
+    MEMORY,
+    MOST_MATCHED,
+    PRIOR_WEIGHT,
+    confidence_torch,
+    num_paying,
+)
+from draftproof.runtime import native
+
+LIBRARY = native.load()
+VERSIONS = [pytest.param(confidence_torch, id="torch")]
+VERSIONS += [] if LIBRARY is None else [pytest.param(ConfidenceCompiled(LIBRARY), id="compiled")]
+LENGTH, NUM_DRAFTS = 40, 6
+
+
+class Slots:
+    """Three slots with known texts, and one operator with its record."""
+
+    def __init__(self, confidence: Confidence) -> None:
+        self._confidence = confidence
+        self.record = MatchRecord.empty(3, NUM_DRAFTS)
+        self.tokens_SL = torch.zeros((3, LENGTH), dtype=torch.int32)
+        self.length_S = torch.zeros(3, dtype=torch.int64)
+
+    def know(self, slot: int, tokens: list[int]) -> None:
+        """Append tokens to a slot's text."""
+        start = int(self.length_S[slot])
+        self.tokens_SL[slot, start : start + len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
+        self.length_S[slot] += len(tokens)
+
+    def propose(
+        self, slots: list[int], drafts: list[list[int]], matched: list[int], price: RowPrice
+    ) -> list[int]:
+        width = max(map(len, drafts))
+        tokens_RK = torch.tensor([d + [0] * (width - len(d)) for d in drafts], dtype=torch.int64)
+        return self._confidence(
+            self.tokens_SL,
+            self.length_S,
+            torch.tensor(slots),
+            tokens_RK.view(len(drafts), width),
+            torch.tensor([len(d) for d in drafts]),
+            torch.tensor(matched),
+            torch.tensor(price),
+            self.record,
+        ).tolist()
+
+    def counts(self) -> dict[int, tuple[float, float]]:
+        """Matching tokens -> (hits, trials), where there were any."""
+        both = zip(self.record.hits_M.tolist(), self.record.trials_M.tolist(), strict=True)
+        return {number: pair for number, pair in enumerate(both) if pair[1]}
+
+
+SOME = RowPrice(0.0, 3.0)
+
+
+def test_a_draft_pays_if_it_brings_more_than_the_rows_before_it_do_on_average() -> None:
+    """The example of `num_paying`, and the same among seven other requests that bring ten tokens in 12 rows' time."""
+    chances = [0.7] * 4
+    assert num_paying(chances, 4, 0.0, 3.0) == 2
+    assert num_paying(chances, 1, 0.0, 3.0) == 1
+    assert num_paying(chances, 4, 10.0, 12.0) == 0
+    assert num_paying([0.95] * 4, 4, 10.0, 12.0) == 1
+    assert num_paying([0.2], 1, 0.0, 3.0) == 0
+
+
+@pytest.mark.parametrize("confidence", VERSIONS)
+def test_a_proposal_counts_up_to_its_first_wrong_draft(confidence: Confidence) -> None:
+    slots = Slots(confidence)
+    slots.know(1, [5, 6])
+    slots.propose([1], [[7, 8, 9]], [2], SOME)
+    assert slots.counts() == {}, "nothing is known of it yet"
+    slots.know(1, [7, 3])
+    slots.propose([1], [[4]], [3], SOME)
+    assert slots.counts() == {2: (1.0, 1.0), 3: (0.0, 1.0)}
+    slots.know(1, [4])
+    slots.propose([1], [[]], [0], SOME)
+    assert slots.counts() == {2: (MEMORY, MEMORY), 3: (1.0, MEMORY + 1.0)}
+    slots.know(1, [4])
+    slots.propose([1], [[]], [0], SOME)
+    assert slots.counts()[3] == (1.0, MEMORY + 1.0), "there was no proposal"
+
+
+@pytest.mark.parametrize("confidence", VERSIONS)
+def test_what_is_not_known_yet_does_not_count(confidence: Confidence) -> None:
+    slots = Slots(confidence)
+    slots.propose([0], [[7, 8, 9]], [4], SOME)
+    slots.know(0, [7])
+    slots.propose([0], [[8, 9]], [5], SOME)
+    assert slots.counts() == {4: (1.0, 1.0)}
+
+
+@pytest.mark.parametrize("confidence", VERSIONS)
+def test_another_request_in_the_slot_and_free_rows_tell_nothing(confidence: Confidence) -> None:
+    slots = Slots(confidence)
+    slots.propose([0, 1], [[7, 8], [7]], [2, 2], SOME)
+    slots.record.forget(0)
+    for slot in (0, 1):
+        slots.know(slot, [7])
+    assert slots.propose([1], [[1, 2, 3]], [2], RowPrice()) == [3] and slots.counts() == {}
+    slots.propose([0, 1], [[], []], [0, 0], SOME)
+    assert slots.counts() == {2: (1.0, 1.0)}, "the proposal before the free one"
+    slots.record.clear()
+    assert slots.counts() == {} and not slots.record.open_S3.any()
+
+
+@pytest.mark.parametrize("confidence", VERSIONS)
+def test_drafts_after_long_matches_survive_where_others_do_not(confidence: Confidence) -> None:
+    slots = Slots(confidence)
+    for _ in range(12):
+        slots.propose([0, 1], [[7], [7]], [2, 30], SOME)
+        slots.know(0, [1])
+        slots.know(1, [7])
+    drafts = [[7] * 3, [7] * 3]
+    assert slots.propose([0, 1], drafts, [2, 30], SOME) == [0, 3]
+    assert set(slots.counts()) == {2, MOST_MATCHED}, "longer matches are alike"
+
+
+def expected(slots: Slots, drafts: list[int], matched: int, price: RowPrice) -> int:
+    chance, chances = EXPECTED, []
+    for hits, trials in zip(slots.record.hits_M.tolist(), slots.record.trials_M.tolist(), strict=True):
+        chance = (hits + PRIOR_WEIGHT * chance) / (trials + PRIOR_WEIGHT)
+        chances.append(chance)
+    survival, tokens = 1.0, 1.0
+    for number in range(len(drafts)):
+        survival *= chances[min(matched, MOST_MATCHED) + number]
+        if survival < (price.others + tokens) / (price.rows + number):
+            return number
+        tokens += survival
+    return len(drafts)
+
+
+@pytest.mark.parametrize("confidence", VERSIONS)
+@pytest.mark.parametrize("seed", range(40))
+def test_it_agrees_with_the_plain_computation(confidence: Confidence, seed: int) -> None:
+    """Texts of two ids, of which drafts are right now and then."""
+    rng, slots = random.Random(seed), Slots(confidence)
+    price = RowPrice(rng.choice([0.0, 3.0]), rng.choice([2.0, 5.0, 9.0]))
+    last: dict[int, tuple[list[int], int, int]] = {}
+    twin = MatchRecord.empty(3, NUM_DRAFTS)
+    for _ in range(12):
+        named = rng.sample(range(3), rng.randrange(1, 4))
+        drafts = [[rng.randrange(2) for _ in range(rng.randrange(NUM_DRAFTS + 1))] for _ in named]
+        matched = [rng.randrange(20) for _ in named]
+        for slot in named:  # what the operator should have learned, before it proposes
+            if slot in last:
+                _learn(twin, *last[slot], slots.tokens_SL[slot, : int(slots.length_S[slot])].tolist())
+            last.pop(slot, None)
+        found = slots.propose(named, drafts, matched, price)
+        assert torch.allclose(slots.record.hits_M, twin.hits_M, rtol=1e-12)
+        assert torch.allclose(slots.record.trials_M, twin.trials_M, rtol=1e-12)
+        assert found == [expected(slots, d, m, price) for d, m in zip(drafts, matched, strict=True)]
+        for slot, its, number in zip(named, drafts, matched, strict=True):
+            last[slot] = (its, number, int(slots.length_S[slot]))
+            slots.know(slot, [rng.randrange(2) for _ in range(rng.randrange(3))])
+
+
+def _learn(twin: MatchRecord, drafts: list[int], matched: int, start: int, text: list[int]) -> None:
+    known = text[start : start + len(drafts)]
+    if not known:
+        return
+    twin.hits_M.mul_(MEMORY)
+    twin.trials_M.mul_(MEMORY)
+    for number, (token, draft) in enumerate(zip(known, drafts, strict=False)):
+        twin.trials_M[min(matched, MOST_MATCHED) + number] += 1
+        if token != draft:
+            return
+        twin.hits_M[min(matched, MOST_MATCHED) + number] += 1
+
+
+class Priced(FixedPolicy):
+    """Sixteen drafts, at a price."""
+
+    def __init__(self, price: RowPrice) -> None:
+        super().__init__(16)
+        self._price = price
+
+    def price(self) -> RowPrice:
+        return self._price
+
+
+@pytest.mark.parametrize("is_native", [False, True])
+def test_an_engine_verifies_fewer_drafts_and_accepts_about_as_many(is_native: bool) -> None:
+    """With the same output. Another request begins with nothing known of its slot's last proposal."""
+    llm = LLM(assets.path("tiny"), dtype="float32", native=is_native, speculative_config={"method": "ngram"})
+    prompts = [prompt.text for prompt in read_file(assets.path(assets.PROMPTS))[:4] if prompt.text]
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    texts, drafted, accepted = [], [], []
+    drafter = internals.drafter_of(llm)
+    assert isinstance(drafter, NgramDrafter)
+    for price in (RowPrice(), SOME):
+        llm.core.policy = Priced(price)
+        before = llm.stats.speculation
+        num_drafted, num_accepted = before.num_draft_tokens, before.num_accepted_tokens
+        found = llm.generate(prompts, params, use_tqdm=False)
+        texts.append([output.outputs[0].token_ids for output in found])
+        drafted.append(llm.stats.speculation.num_draft_tokens - num_drafted)
+        accepted.append(llm.stats.speculation.num_accepted_tokens - num_accepted)
+    assert texts[0] == texts[1]
+    assert drafted[1] < 0.7 * drafted[0] and accepted[1] > 0.7 * accepted[0]
+    internals.forget_matches(llm)
+    llm.generate(prompts[:1], params, use_tqdm=False)
