@@ -40,6 +40,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from bench import matrix
 from bench.models import Shape
 from bench.rules import AverageAcceptance, table_up_to
@@ -145,6 +147,7 @@ class Bench:
     temperature: float
     new: Policy  # a copy of the drafting engine's, as it was at the start
     rows: list[dict[str, Any]] = field(default_factory=list)
+    learned: list[Tensor] | None = None  # by `auto`'s drafter, while `new` runs
 
     def cell(
         self, name: str, batch: int, prompts: Ids, accepted: Acceptance, noise: Ids | None = None
@@ -159,7 +162,9 @@ class Bench:
         fixed = [Way(f"K={k}", self.drafting, partial(FixedPolicy, k)) for k in levels[1:]]
         table = table_up_to(most)
         sglang = AverageAcceptance(most)
-        ours = Way("auto", self.drafting, lambda: auto)
+        ours = Way("auto", self.drafting, lambda: self._continued(auto))
+        internals.set_matches(self.drafting, [])
+        self.learned = None
         off = Way("off", self.drafting, partial(FixedPolicy, 0))
         by_table = Way("vLLM's", self.drafting, lambda: table)
         ways = [
@@ -228,8 +233,17 @@ class Bench:
 
     def _reset(self) -> Policy:
         """The policy of a new engine, whose drafter has learned nothing of its drafts either."""
-        internals.forget_matches(self.drafting)
+        if self.learned is None:
+            self.learned = internals.matches(self.drafting)
+        internals.set_matches(self.drafting, [])
         return copy.deepcopy(self.new)
+
+    def _continued(self, auto: Policy) -> Policy:
+        """The policy of an engine that goes on learning, with what its drafter had learned."""
+        if self.learned is not None:
+            internals.set_matches(self.drafting, self.learned)
+            self.learned = None
+        return auto
 
     def asked(self, prompts: Ids) -> Acceptance:
         """Measure the acceptance for these prompts, always with the maximum of drafts. The second time counts: a

@@ -71,6 +71,22 @@ def test_a_slow_machine_measures_what_it_cannot_do_without() -> None:
     assert {size.num_drafts for size in runner.runs} == set(LEVELS)
 
 
+def test_one_requests_steps_are_measured_again_at_the_end() -> None:
+    """They come first, before the machine has settled: here each run of the first 0.5 s takes twice as long."""
+    runner = FakeRunner()
+    measure = runner.measure
+
+    def settling(size: StepSize) -> tuple[float, float]:
+        target, draft = measure(size)
+        runner.now += 0.03
+        return (target, draft) if runner.now > 0.5 else (2 * target, 2 * draft)
+
+    runner.measure = settling  # type: ignore[method-assign]
+    costs = StepCosts(LEVELS)
+    profile.measure(runner, costs, clock=lambda: runner.now)
+    assert costs.step(1, 1, 0) == pytest.approx(1.1e-3)
+
+
 def test_what_thinks_on_the_host_is_not_measured() -> None:
     runner = FakeRunner()
     runner.on_device = False

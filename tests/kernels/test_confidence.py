@@ -111,7 +111,7 @@ def test_what_is_not_known_yet_does_not_count(confidence: Confidence) -> None:
 def test_another_request_in_the_slot_and_free_rows_tell_nothing(confidence: Confidence) -> None:
     slots = Slots(confidence)
     slots.propose([0, 1], [[7, 8], [7]], [2, 2], SOME)
-    slots.record.forget(0)
+    slots.record.close(0)
     for slot in (0, 1):
         slots.know(slot, [7])
     assert slots.propose([1], [[1, 2, 3]], [2], RowPrice()) == [3] and slots.counts() == {}
@@ -198,13 +198,11 @@ class Priced(FixedPolicy):
 
 @pytest.mark.parametrize("is_native", [False, True])
 def test_an_engine_verifies_fewer_drafts_and_accepts_about_as_many(is_native: bool) -> None:
-    """With the same output. Another request begins with nothing known of its slot's last proposal."""
+    """With the same output."""
     llm = LLM(assets.path("tiny"), dtype="float32", native=is_native, speculative_config={"method": "ngram"})
     prompts = [prompt.text for prompt in read_file(assets.path(assets.PROMPTS))[:4] if prompt.text]
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     texts, drafted, accepted = [], [], []
-    drafter = internals.drafter_of(llm)
-    assert isinstance(drafter, NgramDrafter)
     for price in (RowPrice(), SOME):
         llm.core.policy = Priced(price)
         before = llm.stats.speculation
@@ -215,5 +213,34 @@ def test_an_engine_verifies_fewer_drafts_and_accepts_about_as_many(is_native: bo
         accepted.append(llm.stats.speculation.num_accepted_tokens - num_accepted)
     assert texts[0] == texts[1]
     assert drafted[1] < 0.7 * drafted[0] and accepted[1] > 0.7 * accepted[0]
-    internals.forget_matches(llm)
-    llm.generate(prompts[:1], params, use_tqdm=False)
+
+
+def test_a_request_begins_with_nothing_known_of_its_slots_last_proposal() -> None:
+    llm = LLM(assets.path("tiny"), dtype="float32", max_num_seqs=1, speculative_config={"method": "ngram"})
+    drafter = internals.drafter_of(llm)
+    assert isinstance(drafter, NgramDrafter)
+    llm.core.policy = Priced(SOME)
+    drafter.record.open_S3[:] = torch.tensor(
+        [0, 3, 2]
+    )  # else three drafts after two matching tokens were wrong
+    llm.generate("one two", SamplingParams(temperature=0, max_tokens=3, ignore_eos=True), use_tqdm=False)
+    assert not drafter.record.trials_M.any()
+
+
+def test_draft_says_what_the_drafter_has_whatever_rows_cost() -> None:
+    """After a generation, too, in which rows had a price."""
+    llm = LLM(assets.path("tiny"), dtype="float32", max_num_seqs=2, speculative_config={"method": "ngram"})
+    text = [5, 6, 7, 8, 9, 10, 11, 12, 13, 5, 6]
+    first = llm.draft(text[:-1], 7, next_token=text[-1])
+    llm.core.policy = Priced(RowPrice(5.0, 2.0))
+    llm.generate("one two one two", SamplingParams(temperature=0, max_tokens=9), use_tqdm=False)
+    assert llm.draft(text[:-1], 7, next_token=text[-1]) == first == [7, 8, 9, 10, 11, 12, 13]
+
+
+@pytest.mark.parametrize("confidence", VERSIONS)
+def test_the_longest_match_may_have_all_drafts(confidence: Confidence) -> None:
+    slots = Slots(confidence)
+    slots.propose([2], [[7] * NUM_DRAFTS], [99], SOME)
+    slots.know(2, [7] * NUM_DRAFTS)
+    slots.propose([2], [[]], [0], SOME)
+    assert slots.counts() == dict.fromkeys(range(MOST_MATCHED, MOST_MATCHED + NUM_DRAFTS), (1.0, 1.0))

@@ -342,11 +342,19 @@ class AskingAnyway(AutoPolicy):
         return True
 
 
-def forget_matches(llm: LLM) -> None:
-    """Let an n-gram drafter forget what became of its drafts."""
+def matches(llm: LLM) -> list[Tensor]:
+    """A copy of what an n-gram drafter has learned of its drafts; empty for other drafters."""
+    drafter = drafter_of(llm)
+    return [kept.clone() for kept in drafter.record.tensors] if isinstance(drafter, NgramDrafter) else []
+
+
+def set_matches(llm: LLM, learned: Sequence[Tensor]) -> None:
+    """Let an n-gram drafter know this of its drafts, or nothing."""
     drafter = drafter_of(llm)
     if isinstance(drafter, NgramDrafter):
-        drafter.forget()
+        drafter.record.clear()
+        for kept, found in zip(drafter.record.tensors, learned, strict=False):
+            kept.copy_(found)
 
 
 def asking_anyway(llm: LLM) -> AskingAnyway:

@@ -91,6 +91,7 @@ class MarkovDecode(Decode):
         survival_R = torch.ones_like(before_R, dtype=torch.float32)
         tokens_R = torch.ones_like(survival_R)  # expected, with the drafts so far
         count_R = torch.zeros_like(before_R)
+        others, rows = (None, None) if block.price is None else block.price.unbind()
         for j, hidden_RH in enumerate(block.hidden_JRH[: block.first + len(block.logits_KRV)]):
             k = j - block.first  # a row without a draft of its own is still a step of the recurrence
             bias_RV, before_RE, state_RE = self.step(hidden_RH, before_R, state_RE, block)
@@ -99,8 +100,7 @@ class MarkovDecode(Decode):
             if self._confidence is not None:
                 confidence_R = self.confidence(hidden_RH, before_RE)
                 open_R = open_R * (confidence_R >= self._threshold)
-                if block.price is not None:
-                    others, rows = block.price.unbind()
+                if others is not None and rows is not None:
                     survival_R = survival_R * confidence_R
                     pays_R = survival_R * (rows + k) >= others + tokens_R
                     open_R = open_R * (pays_R | (rows == 0))

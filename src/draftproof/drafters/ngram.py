@@ -58,14 +58,10 @@ class NgramDrafter(Drafter):
         self._longest = min(self.options.longest, runtime.known.tokens_SL.shape[1])
         self._price = runtime.price
         self._confidence = runtime.ops.confidence
-        self._record = MatchRecord.empty(len(self._known.length_S), self._num_drafts)
-
-    def forget(self) -> None:
-        """Forget what became of earlier proposals."""
-        self._record.clear()
+        self.record = MatchRecord.empty(len(self._known.length_S), self._num_drafts)
 
     def admit(self, slot: int, tokens: Sequence[int], num_cached: int) -> None:
-        self._record.forget(slot)
+        self.record.close(slot)
 
     def propose(self, verified: Verified, num_drafts: int) -> Proposal:
         tokens_RK, count_R, matched_R = self._lookup(
@@ -78,7 +74,7 @@ class NgramDrafter(Drafter):
         )
         if self._price is not None:
             drafts = (tokens_RK, count_R, matched_R)
-            count_R = self._confidence(*self._known, verified.slots_R, *drafts, self._price, self._record)
+            count_R = self._confidence(*self._known, verified.slots_R, *drafts, self._price, self.record)
         return Proposal(tokens_RK, count_R)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -64,7 +64,8 @@ class ReplayDrafter(Drafter):
         vocab_size: int,
         device: torch.device,
     ) -> None:
-        self.spec = inner.spec if inner is not None else DraftSpec()
+        # its own proposals do not end where the inner one's would
+        self.spec = replace(inner.spec, estimates=False) if inner is not None else DraftSpec()
         self.inner = inner
         self._index = RecordingIndex(recordings)
         self._vocab_size = vocab_size

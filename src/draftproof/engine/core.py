@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from draftproof.cache.events import CacheEvent
@@ -128,7 +128,7 @@ class EngineCore:
         (`time.perf_counter`); `is_shown`: show the drafter the rows even if no drafts are wanted."""
         start = time.perf_counter()
         may_rest = not is_shown and self.drafting.may_rest(output.rows, wanted.num_drafts)
-        step = self._step_input(output, wanted.num_drafts, without_drafter=may_rest)
+        step = self._step_input(output, wanted, without_drafter=may_rest)
         requests = self._step_requests = [rows.request for rows in output.rows]
         for request in output.admitted:
             if request.queue_seconds is None:
@@ -156,11 +156,10 @@ class EngineCore:
         self.stats.num_cached_tokens += sum(r.num_computed for r in step.admitted)
         self.stats.launch_seconds += time.perf_counter() - start
 
-    def _step_input(
-        self, output: SchedulerOutput, wanted: Sequence[int], *, without_drafter: bool
-    ) -> StepInput:
+    def _step_input(self, output: SchedulerOutput, wanted: Wanted, *, without_drafter: bool) -> StepInput:
         scheduler = self.scheduler
-        scheduled = [rows.scheduled(num_drafts) for rows, num_drafts in zip(output.rows, wanted, strict=True)]
+        each = zip(output.rows, wanted.num_drafts, strict=True)
+        scheduled = [rows.scheduled(num_drafts) for rows, num_drafts in each]
         step = StepInput(
             released=scheduler.released,
             admitted=[request.admission() for request in output.admitted],
@@ -169,7 +168,7 @@ class EngineCore:
             scheduled=scheduled,
             all_decode=all(r.num_rows == r.num_sampled == 1 + r.request.num_drafts for r in output.rows),
             without_drafter=without_drafter,
-            price=self.drafting.price(wanted),
+            price=wanted.price,
             masks=[grammars.masks(rows) for rows in output.rows] if self._num_matched else (),
             forced=grammars.forced(output.rows) if self._num_matched else (),
         )

@@ -24,10 +24,12 @@ def can_compare(runner: Runner) -> bool:
 
 
 class Wanted(NamedTuple):
-    """Drafts to ask for after a step, per request. `shadowing`: what is to become of them; see `InFlightStep`."""
+    """Drafts to ask for after a step, per request. `shadowing`: what is to become of them; see `InFlightStep`. `price`:
+    see `StepInput`."""
 
     num_drafts: Sequence[int]
     shadowing: Shadowing | None = None
+    price: RowPrice = RowPrice()
 
 
 class Drafting:
@@ -51,18 +53,19 @@ class Drafting:
         most = _of_rows(rows, asked, chosen)
         shadows = self.policy.shadows(chosen, num_others) if self.compares else ()
         if not any(shadows):
-            return Wanted(most)
+            return Wanted(most, price=self._price(most))
         shadows = _of_rows(rows, asked, shadows)
         num_drafts = [max(pair) for pair in zip(most, shadows, strict=True)]
-        return Wanted(num_drafts, Shadowing(most, [number > 0 for number in shadows]))
+        shadowing = Shadowing(most, [number > 0 for number in shadows])
+        return Wanted(num_drafts, shadowing, self._price(num_drafts))
 
     @property
     def compares(self) -> bool:
         """Whether the policy learns from comparing drafts with the output, not from verifying them."""
         return self.can_compare and self.policy.compares
 
-    def price(self, wanted: Sequence[int]) -> RowPrice:
-        """`StepInput.price` for a drafter that reads it and is to make drafts."""
+    def _price(self, wanted: Sequence[int]) -> RowPrice:
+        """The price for a drafter that reads it and is to make drafts."""
         return self.policy.price() if self._runner.drafter_estimates and any(wanted) else RowPrice()
 
     def may_rest(self, rows: Sequence[PlannedRows], wanted: Sequence[int]) -> bool:

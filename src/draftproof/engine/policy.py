@@ -44,8 +44,8 @@ CHOOSING_SHARE_IF_CUT = 0.0025
 SHADOW_SHARE = 0.01
 MOST_SHADOWS = 8  # requests of a step whose drafts are compared
 SHADOWS_EVERY = 4  # drafts of the same requests are later compared in one of so many steps
-# By how much fewer rows a pass is taken to last for `RowPrice`: a token that is not drafted is not lost, and where text
-# repeats the next pass gets it about as cheaply.
+# Part of a pass's length that counts in `RowPrice` where drafts are copied: a token that is not drafted is not lost,
+# and where text repeats the next pass gets it about as cheaply.
 PATIENCE = 0.75
 MOST_WAITING = 256  # reports that wait to be taken in, at most: nothing is chosen while no request can draft
 MOST_TOKENS = 256  # output length that a new request is expected to have at most: limits are seldom reached
@@ -312,9 +312,9 @@ class AutoPolicy:
         if each <= 0 or not num_requests:
             return RowPrice()
         of_others = (num_requests - 1) / num_requests
-        plain = self.costs.plain(num_requests, self._context)
-        seconds = plain + (choice.seconds - plain) * of_others
-        return RowPrice(choice.tokens * of_others, PATIENCE * seconds / each)
+        seconds = fewest + max(0.0, choice.seconds - fewest) * of_others
+        patience = PATIENCE if self.is_cut else 1.0
+        return RowPrice(choice.tokens * of_others, patience * seconds / each)
 
     def will_draft(self, request: Progress, num_others: int, num_lost: int = 0) -> bool:
         self._settle()

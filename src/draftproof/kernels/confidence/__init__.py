@@ -41,13 +41,17 @@ class MatchRecord:
             torch.zeros(num_matched, dtype=torch.float64),
         )
 
-    def forget(self, slot: int) -> None:
+    def close(self, slot: int) -> None:
         """Drop a slot's last proposal: another request has taken the slot."""
         self.open_S3[slot] = 0
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.drafts_SW, self.open_S3, self.hits_M, self.trials_M
+
     def clear(self) -> None:
         """Forget everything, in place: recorded passes hold the addresses."""
-        for kept in (self.open_S3, self.hits_M, self.trials_M):
+        for kept in self.tensors:
             kept.zero_()
 
 

@@ -39,6 +39,7 @@ class ConfidenceCompiled:
         kept = (record.drafts_SW, record.open_S3, record.hits_M, record.trials_M)
         pointers = [t.data_ptr() for t in (*given, *kept, out_R)]
         R, K = tokens_RK.shape
+        assert record.drafts_SW.shape[1] >= K
         sizes = (tokens_SL.shape[1], R, K, record.drafts_SW.shape[1], len(record.hits_M), MOST_MATCHED)
         self._run(self._pack(*pointers, *sizes, EXPECTED, PRIOR_WEIGHT, MEMORY), out_R, *kept)
         return out_R
