@@ -39,7 +39,8 @@ from draftproof.engine.interface import RequestSpec, RowPrice
 from draftproof.engine.policy import PLAIN_EVERY, AutoPolicy, FixedPolicy, Policy
 from draftproof.engine.progress import Progress
 from draftproof.engine.shadows import Comparison, Shadow
-from draftproof.kernels.confidence.reference import MEMORY, MOST_MATCHED, chances_of, num_paying
+from draftproof.kernels.confidence.record import MOST_MATCHED
+from draftproof.kernels.confidence.reference import MEMORY, chances_of, num_paying
 from draftproof.kernels.lookup.reference import lookup_torch
 
 CHOOSING = 200e-6  # seconds of a choice, with the reports before it: measured between passes of a small model

@@ -13,12 +13,12 @@ from draftproof.cli.prompts import read_file
 from draftproof.drafters.ngram import NgramDrafter
 from draftproof.engine.interface import RowPrice
 from draftproof.engine.policy import FixedPolicy
-from draftproof.kernels.confidence import Confidence, MatchRecord
+from draftproof.kernels.confidence import Confidence
 from draftproof.kernels.confidence.compiled import ConfidenceCompiled
+from draftproof.kernels.confidence.record import MOST_MATCHED, MatchRecord
 from draftproof.kernels.confidence.reference import (
     EXPECTED,
     MEMORY,
-    MOST_MATCHED,
     PRIOR_WEIGHT,
     confidence_torch,
     num_paying,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from draftproof.config import parse_options
 from draftproof.drafters.base import Drafter, DraftRuntime, DraftSpec, Proposal, Verified
 from draftproof.drafters.context import DraftContext
-from draftproof.kernels.confidence import MatchRecord
+from draftproof.kernels.confidence.record import MatchRecord
 from draftproof.schema import is_whole
 
 

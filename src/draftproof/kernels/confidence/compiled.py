@@ -5,16 +5,12 @@ Shapes: S slots, L positions, R requests, K drafts.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-from draftproof.kernels.confidence.reference import EXPECTED, MEMORY, MOST_MATCHED, PRIOR_WEIGHT
+from draftproof.kernels.confidence.record import MOST_MATCHED, MatchRecord
+from draftproof.kernels.confidence.reference import EXPECTED, MEMORY, PRIOR_WEIGHT
 from draftproof.runtime.native import Library
-
-if TYPE_CHECKING:
-    from draftproof.kernels.confidence import MatchRecord
 
 
 class ConfidenceCompiled:

@@ -6,15 +6,12 @@ Shapes: S slots, L positions, R requests, K drafts, M numbers of matching tokens
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from draftproof.kernels.confidence import MatchRecord
+from draftproof.kernels.confidence.record import MOST_MATCHED, MatchRecord
 
-MOST_MATCHED = 16  # longer suffixes count as this long
 EXPECTED = 0.6  # prior chance of a draft after the fewest matching tokens
 PRIOR_WEIGHT = 4.0  # of a prior, in trials
 MEMORY = 0.998  # weight that the past keeps with each proposal that is compared
