@@ -63,10 +63,8 @@ def processes() -> Iterator[tuple[str, list[str]]]:
             drafter = ["--model", str(path), "--drafter", json.dumps(config), "--waves", "1"]
             yield f"{model}, {name}", [*drafter, "--batches", "64,16,4", "--seconds", "9"]
             # one request at a time has the fewest tokens per turn, and needs the most turns
-            yield (
-                f"{model}, {name}, alone",
-                [*drafter, "--batches", "1", "--seconds", "25", "--num-turns", "24"],
-            )
+            alone = [*drafter, "--batches", "1", "--seconds", "25", "--num-turns", "24"]
+            yield f"{model}, {name}, alone", alone
             if name == "eagle3":
                 never = [*drafter, "--batches", "1,4,16,64", "--rates", "0", "--seconds", "8"]
                 yield f"{model}, {name}, never right", never

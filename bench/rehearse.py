@@ -39,8 +39,8 @@ from draftproof.engine.interface import RequestSpec, RowPrice
 from draftproof.engine.policy import PLAIN_EVERY, AutoPolicy, FixedPolicy, Policy
 from draftproof.engine.progress import Progress
 from draftproof.engine.shadows import Comparison, Shadow
-from draftproof.kernels.confidence.record import MOST_MATCHED
-from draftproof.kernels.confidence.reference import MEMORY, chances_of, num_paying
+from draftproof.kernels.confidence.record import MOST_MATCHED, MatchRecord
+from draftproof.kernels.confidence.reference import chances_of, num_paying
 from draftproof.kernels.lookup.reference import lookup_torch
 
 CHOOSING = 200e-6  # seconds of a choice, with the reports before it: measured between passes of a small model
@@ -174,32 +174,11 @@ def record(model: str | None, config: dict[str, Any], prompts: Path | None, *, c
     )
 
 
-class Matches:
-    """`Ops.confidence` for recorded drafts: hits and trials by number of matching tokens."""
-
-    def __init__(self, num_drafts: int) -> None:
-        self._hits = [0.0] * (MOST_MATCHED + num_drafts)
-        self._trials = list(self._hits)
-
-    def learn(self, found: Found, num_known: int) -> None:
-        """Count what became of drafts after which `num_known` tokens came."""
-        num_right = min(found.num_right, num_known)
-        self._hits = [hits * MEMORY for hits in self._hits]
-        self._trials = [trials * MEMORY for trials in self._trials]
-        for number in range(min(num_right + 1, num_known, found.num_drafts)):
-            self._trials[found.num_matched + number] += 1.0
-            self._hits[found.num_matched + number] += number < num_right
-
-    def num_paying(self, found: Found, price: RowPrice) -> int:
-        chances = chances_of(self._hits, self._trials)
-        return num_paying(chances[found.num_matched :], found.num_drafts, *price)
-
-
 class Rehearsed(AutoPolicy):
-    """Choosing takes `CHOOSING`, however fast this machine is. `matches`: of the drafter."""
+    """Choosing takes `CHOOSING`, however fast this machine is. `matches`: what the drafter has learned."""
 
     num_choices = 0
-    matches: Matches
+    matches: MatchRecord
 
     def choose(self, asked: list[Progress], num_others: int) -> list[int]:
         before = self._kept
@@ -321,11 +300,13 @@ class Turn:
         matches, num_tokens = self._policy.matches, len(request.progress.tokens)
         if request.last is not None:
             last, before = request.last
-            matches.learn(last, num_tokens - before)
+            num_known = min(num_tokens - before, last.num_drafts)
+            matches.count(last.num_matched, min(last.num_right, num_known), num_known)
         num_drafts = min(found.num_drafts, num_asked)
         found = found._replace(num_drafts=num_drafts, num_right=min(found.num_right, num_drafts))
         request.last = (found, num_tokens) if num_drafts else None
-        return found._replace(num_drafts=matches.num_paying(found, price))
+        chances = chances_of(matches)[found.num_matched :]
+        return found._replace(num_drafts=num_paying(chances, num_drafts, *price))
 
 
 def decoded(policy: Policy, recording: Recording, texts: Sequence[Text], generator: random.Random) -> float:
@@ -345,7 +326,7 @@ def speeds(recording: Recording, batch: int, seed: int = 0) -> dict[str, float]:
 
     def new() -> Policy:
         policy = Rehearsed(recording.step_costs(), Acceptance(most), is_cut=recording.is_copied)
-        policy.matches = Matches(most)
+        policy.matches = MatchRecord.empty(0, most)
         return policy
 
     auto, average = new(), AverageAcceptance(most)

@@ -15,10 +15,9 @@ from draftproof.engine.interface import RowPrice
 from draftproof.engine.policy import FixedPolicy
 from draftproof.kernels.confidence import Confidence
 from draftproof.kernels.confidence.compiled import ConfidenceCompiled
-from draftproof.kernels.confidence.record import MOST_MATCHED, MatchRecord
+from draftproof.kernels.confidence.record import MEMORY, MOST_MATCHED, MatchRecord
 from draftproof.kernels.confidence.reference import (
     EXPECTED,
-    MEMORY,
     PRIOR_WEIGHT,
     confidence_torch,
     num_paying,
@@ -220,9 +219,8 @@ def test_a_request_begins_with_nothing_known_of_its_slots_last_proposal() -> Non
     drafter = internals.drafter_of(llm)
     assert isinstance(drafter, NgramDrafter)
     llm.core.policy = Priced(SOME)
-    drafter.record.open_S3[:] = torch.tensor(
-        [0, 3, 2]
-    )  # else three drafts after two matching tokens were wrong
+    # if it were kept: three drafts after two matching tokens were wrong
+    drafter.record.open_S3[:] = torch.tensor([0, 3, 2])
     llm.generate("one two", SamplingParams(temperature=0, max_tokens=3, ignore_eos=True), use_tqdm=False)
     assert not drafter.record.trials_M.any()
 

@@ -308,8 +308,8 @@ class AutoPolicy:
         drafts at this price would pay."""
         most = max(choice.num_drafts.values(), default=self.costs.levels[1])
         fewest, all_rows = (self.costs.step(num_requests, num_requests * (1 + k), most) for k in (0, most))
-        each = (all_rows - fewest) / max(1, num_requests * most)
-        if each <= 0 or not num_requests:
+        each = (all_rows - fewest) / (num_requests * most)
+        if each <= 0:
             return RowPrice()
         of_others = (num_requests - 1) / num_requests
         seconds = fewest + max(0.0, choice.seconds - fewest) * of_others

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from draftproof.kernels.confidence.record import MOST_MATCHED, MatchRecord
-from draftproof.kernels.confidence.reference import EXPECTED, MEMORY, PRIOR_WEIGHT
+from draftproof.kernels.confidence.record import MEMORY, MOST_MATCHED, MatchRecord
+from draftproof.kernels.confidence.reference import EXPECTED, PRIOR_WEIGHT
 from draftproof.runtime.native import Library
 
 
@@ -32,10 +32,9 @@ class ConfidenceCompiled:
     ) -> Tensor:
         out_R = torch.empty_like(count_R)
         given = (tokens_SL, length_S, slots_R, tokens_RK, count_R, matched_R, price)
-        kept = (record.drafts_SW, record.open_S3, record.hits_M, record.trials_M)
-        pointers = [t.data_ptr() for t in (*given, *kept, out_R)]
+        pointers = [t.data_ptr() for t in (*given, *record.tensors, out_R)]
         R, K = tokens_RK.shape
         assert record.drafts_SW.shape[1] >= K
         sizes = (tokens_SL.shape[1], R, K, record.drafts_SW.shape[1], len(record.hits_M), MOST_MATCHED)
-        self._run(self._pack(*pointers, *sizes, EXPECTED, PRIOR_WEIGHT, MEMORY), out_R, *kept)
+        self._run(self._pack(*pointers, *sizes, EXPECTED, PRIOR_WEIGHT, MEMORY), out_R, *record.tensors)
         return out_R

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 MOST_MATCHED = 16  # longer suffixes count as this long
+MEMORY = 0.998  # weight that the past keeps with each proposal that is compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,14 @@ class MatchRecord:
             torch.zeros(num_matched, dtype=torch.float64),
             torch.zeros(num_matched, dtype=torch.float64),
         )
+
+    def count(self, matched: int, num_right: int, num_known: int) -> None:
+        """Count a proposal after `matched` tokens, of whose drafts the tokens at the first `num_known` places are known
+        and the first `num_right` are right."""
+        self.hits_M.mul_(MEMORY)
+        self.trials_M.mul_(MEMORY)
+        self.hits_M[matched : matched + num_right] += 1.0
+        self.trials_M[matched : matched + min(num_right + 1, num_known)] += 1.0
 
     def close(self, slot: int) -> None:
         """Drop a slot's last proposal: another request has taken the slot."""

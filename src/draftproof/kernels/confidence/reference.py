@@ -14,7 +14,6 @@ from draftproof.kernels.confidence.record import MOST_MATCHED, MatchRecord
 
 EXPECTED = 0.6  # prior chance of a draft after the fewest matching tokens
 PRIOR_WEIGHT = 4.0  # of a prior, in trials
-MEMORY = 0.998  # weight that the past keeps with each proposal that is compared
 
 
 def confidence_torch(
@@ -35,7 +34,7 @@ def confidence_torch(
     matched = matched_R.clamp(max=MOST_MATCHED).tolist()
     for slot in slots:
         _learn(tokens_SL[slot], int(length_S[slot]), record, slot)
-    chances = chances_of(record.hits_M.tolist(), record.trials_M.tolist())
+    chances = chances_of(record)
     found = [num_paying(chances[m:], count, others, rows) for m, count in zip(matched, counts, strict=True)]
     for r, slot in enumerate(slots):
         record.open_S3[slot] = torch.tensor([int(length_S[slot]), counts[r], matched[r]])
@@ -50,17 +49,13 @@ def _learn(text_L: Tensor, length: int, record: MatchRecord, slot: int) -> None:
     if known <= 0:
         return
     is_right = text_L[start : start + known].long() == record.drafts_SW[slot, :known]
-    num_right = int(is_right.long().cumprod(0).sum())
-    record.hits_M.mul_(MEMORY)
-    record.trials_M.mul_(MEMORY)
-    record.hits_M[matched : matched + num_right] += 1.0
-    record.trials_M[matched : matched + min(num_right + 1, known)] += 1.0
+    record.count(matched, int(is_right.long().cumprod(0).sum()), known)
 
 
-def chances_of(hits: Sequence[float], trials: Sequence[float]) -> list[float]:
+def chances_of(record: MatchRecord) -> list[float]:
     """Chance of a draft by matching tokens before it, shrunk towards that with one token less."""
     found = [EXPECTED]
-    for hit, tried in zip(hits, trials, strict=True):
+    for hit, tried in zip(record.hits_M.tolist(), record.trials_M.tolist(), strict=True):
         found.append((hit + PRIOR_WEIGHT * found[-1]) / (tried + PRIOR_WEIGHT))
     return found[1:]
 
