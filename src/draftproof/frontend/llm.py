@@ -30,6 +30,7 @@ from draftproof.frontend.text import Tokenizer
 from draftproof.frontend.turns import Turns, claim_process
 from draftproof.metrics import EngineStats, SpeculationStats
 from draftproof.models.loading import read_generation_config, resolve_tokenizer
+from draftproof.runtime.collector import exempt_loaded
 from draftproof.types import CompletionOutput, Delta, RequestMetrics, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
@@ -100,6 +101,7 @@ class LLM:
             self._image_reader(loaded),
         )
         self.requests = Requests(self.engine, inputs, publisher)
+        exempt_loaded(self)
 
     def _build(self, progress: ProgressCallback) -> Loaded:
         return (build_replicas if self.has_replicas else build)(self.config, progress)

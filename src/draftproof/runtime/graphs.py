@@ -8,11 +8,9 @@ intact.
 
 from __future__ import annotations
 
-import gc
 import itertools
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, cast
 
@@ -20,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from draftproof.runtime import collector
 from draftproof.runtime.native import Library, Program, Recorder
 
 T = TypeVar("T")  # what a function returns: tensors, or an object that holds them
@@ -295,21 +294,9 @@ def capture(call: Callable[[], T], pool: Any = None) -> tuple[torch.cuda.CUDAGra
         call()
     torch.cuda.current_stream().wait_stream(aside)
     graph = torch.cuda.CUDAGraph()
-    with _uncollected(), torch.cuda.graph(graph, pool=pool):
+    with collector.held_back(), torch.cuda.graph(graph, pool=pool):
         given = call()
     return graph, given
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Holds back Python's collector of cycles: freeing another engine's graph during a capture ends the capture."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 @dataclass(slots=True)

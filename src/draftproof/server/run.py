@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import math
 import os
@@ -18,6 +17,7 @@ import uvicorn
 
 from draftproof.frontend.async_llm import AsyncLLM
 from draftproof.frontend.llm import LLM
+from draftproof.runtime.collector import exempt_loaded
 from draftproof.server.app import create_app
 from draftproof.server.connections import MOST_HEADER_BYTES, Connection, Watch, allow_files, lending_writes
 from draftproof.server.service import STEP_GRACE, Service
@@ -98,8 +98,7 @@ def check_address(config: ServerConfig) -> None:
 def serve(llm: LLM, config: ServerConfig) -> None:
     """Serve until a signal; shuts the engine down."""
     allow_files(config.max_connections)
-    gc.collect()
-    gc.freeze()  # loaded objects stay: scanning them in each collection would delay requests
+    exempt_loaded(llm)  # the server's objects, too
     service = Service(AsyncLLM(llm), config)
     with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises the signal again after its shutdown
         make_server(service).run()

@@ -1,0 +1,31 @@
+"""Python's collector of cycles, whose full run would stop the engine for several steps.
+
+It looks at all objects that have not been exempt: 200 000 of torch and a model take 90 ms, every hundred steps or so
+of 64 requests, of which each takes 8 ms on a GPU.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+def exempt_loaded(owner: object) -> None:
+    """Exempt all objects that exist now from collections, until `owner` is freed: then its cycles are garbage."""
+    gc.collect()  # what is garbage already would stay
+    gc.freeze()
+    weakref.finalize(owner, gc.unfreeze).atexit = False
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """No collections inside, such as one that frees another engine's graph during a capture, which ends the capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
