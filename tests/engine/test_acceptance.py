@@ -121,3 +121,18 @@ def test_what_follows_is_forgotten_in_steps_without_drafts() -> None:
     for _ in range(2000):
         acceptance.fade()
     assert acceptance.followed.estimates[0] > 0.9
+
+
+def test_more_rounds_but_fewer_steps_are_remembered_of_requests_that_decode_together() -> None:
+    shares = {}
+    for num_requests, num_rounds in ((1, 400), (64, 400), (64, 400 * 64)):
+        acceptance = Acceptance(1, expected=0.6)
+        acceptance.decode_together(num_requests)
+        for _ in range(5000):
+            acceptance.count(AcceptanceRecord(), 1, 1)
+        for _ in range(num_rounds):
+            acceptance.count(AcceptanceRecord(), 1, 0)
+        shares[num_requests, num_rounds] = acceptance.accepted.estimates[0]
+    alone = shares[1, 400]
+    assert shares[64, 400] > 2 * alone, "as many rounds: less noise"
+    assert shares[64, 400 * 64] < alone, "as many steps: sooner forgotten"

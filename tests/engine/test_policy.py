@@ -94,6 +94,17 @@ def test_drafts_that_gain_less_than_predictions_are_off_are_not_asked_for(bucket
         assert chosen(its, {0: 1}) == {0: expected}
 
 
+@pytest.mark.parametrize(("num_requests", "speedup", "expected"), [(1, 1.02, 2), (8, 1.02, 1), (8, 1.05, 2)])
+def test_a_padded_step_of_several_requests_has_more_drafts_only_if_that_pays(
+    num_requests: int, speedup: float, expected: int
+) -> None:
+    """`speedup`: of two drafts for each request over one, where tokens are 1.5 and 1.75."""
+    its = policy(0.5, row=0.0, levels=(0, 1, 2), buckets=(1, 8))
+    its.costs.draft.set(num_requests, 1, 0.1)
+    its.costs.draft.set(num_requests, 2, 1.1 * (1.75 / 1.5) / speedup - 1.0)
+    assert chosen(its, {0: num_requests}) == {0: expected}
+
+
 def test_expensive_drafts_are_asked_for_sparingly() -> None:
     cheap, dear = (chosen(policy(0.7, row=r, step=s), {0: 1})[0] for r, s in ((0.01, 0.02), (0.05, 0.25)))
     assert 0 < dear < cheap

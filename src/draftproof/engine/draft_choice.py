@@ -14,7 +14,9 @@ from typing import NamedTuple
 from draftproof.engine.acceptance import Acceptance, RequestClass
 from draftproof.engine.costs import StepCosts
 
-# least predicted speed-up for which drafts are made: predictions are off by a few per cent
+# Least predicted speed-up for which drafts are made: predictions are off by a few per cent. In padded steps of several
+# requests for which more drafts are made, too: with more drafts requests end at more different times, and those that
+# are left at the end are few.
 WORTH_IT = 1.03
 # Part of a stake that a step with more than the fewest drafts may risk: many steps with few drafts tell more than one
 # with many.
@@ -103,13 +105,16 @@ class Chooser:
         self, counts: Mapping[RequestClass, int], num_requests: int, context: int, most: tuple[float, float]
     ) -> DraftChoice | None:
         """The best choice with one level for all requests, of those that take at most `most` seconds: with the first
-        level, and with others."""
+        level, and with others. Fewer drafts, if more are hardly better."""
         first, best = self.costs.levels[1], None
+        worth_more = WORTH_IT if num_requests > 1 else 1.0
         for level in self.costs.levels_for(num_requests)[1:]:
             num_drafts = dict.fromkeys(counts, level)
             tokens = num_requests + _num_accepted(counts, num_drafts, self.acceptance.survival)
             seconds = self.costs.step(num_requests, num_requests * (1 + level), level, context)
-            if seconds <= most[level > first] and (best is None or tokens / seconds > best.speed):
+            if seconds <= most[level > first] and (
+                best is None or tokens / seconds > worth_more * best.speed
+            ):
                 best = DraftChoice(num_drafts, tokens, seconds)
         return best
 

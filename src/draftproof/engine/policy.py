@@ -230,6 +230,7 @@ class AutoPolicy:
         return kept.num_drafts
 
     def _choice_for(self, asked: list[Progress], num_others: int, before: Kept | None) -> Kept:
+        self.acceptance.decode_together(len(asked) + num_others)
         classes = [self.acceptance.class_of(request.record) for request in asked]
         choice = self.chooser.best(Counter(classes), num_others, self._context, STAKE * self.savings)
         num_drafts = [choice.num_drafts.get(its_class, 0) for its_class in classes]
