@@ -16,7 +16,8 @@ import torch
 import triton
 from torch import Tensor
 
-from draftproof.attention.triton.kernels import combine_kernel, loop_kernel, split_kernel, tiles_kernel
+from draftproof.attention.triton.kernels import combine_kernel, loop_kernel, split_kernel
+from draftproof.attention.triton.tiles import tiles_kernel
 from draftproof.runtime.triton.launch import dense, num_processors, on, pdl, power_of_two, shared_bytes
 
 SCRATCH_BYTES = 512 << 20  # maximum memory for chunks' results; beyond it chunks are not distributed
