@@ -173,7 +173,7 @@ class Acceptance:
     accepted: Chances = field(init=False)
     given: Chances = field(init=False)
     followed: Chances = field(init=False)
-    _kept: float = 1.0  # weight that the past keeps with each round of any request
+    _kept: float = field(init=False)  # weight that the past keeps with each round of any request
     _survivals: dict[int, list[float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
