@@ -56,6 +56,17 @@ def test_garbage_is_freed_first_and_a_cycle_that_was_exempt_with_its_owner() -> 
     assert kept() is None
 
 
+def test_an_exemption_can_be_ended_early_and_only_once() -> None:
+    loaded, owner = Node(), Node()
+    end = collector.exempt_loaded(owner)
+    end()
+    assert id(loaded) in {id(found) for found in gc.get_objects()}
+    collector.exempt_loaded(loaded)
+    end()
+    del owner
+    assert id(loaded) not in {id(found) for found in gc.get_objects()}
+
+
 def test_an_engine_leaves_few_objects_to_collections_and_is_freed_with_all_its_parts() -> None:
     llm = LLM(str(assets.path("tiny")), max_num_seqs=2, speculative_config={"method": "ngram"})
     assert len(gc.get_objects()) < 10_000

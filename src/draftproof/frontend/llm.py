@@ -101,7 +101,7 @@ class LLM:
             self._image_reader(loaded),
         )
         self.requests = Requests(self.engine, inputs, publisher)
-        exempt_loaded(self)
+        self._end_exemption = exempt_loaded(self)
 
     def _build(self, progress: ProgressCallback) -> Loaded:
         return (build_replicas if self.has_replicas else build)(self.config, progress)
@@ -132,6 +132,7 @@ class LLM:
         self._soon(self.requests.shutdown)
         with self._turns.take():
             pass  # the shutdown has run by now, in this thread or in the one that had the turn
+        self._end_exemption()
 
     def __enter__(self) -> LLM:
         return self

@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
-def exempt_loaded(owner: object) -> None:
-    """Exempt all objects that exist now from collections, until `owner` is freed: then its cycles are garbage."""
+def exempt_loaded(owner: object) -> Callable[[], object]:
+    """Exempt all objects that exist now from collections, until what is returned is called or `owner` is freed.
+
+    From then on they are collected as before, so that the cycles of a closed owner are freed.
+    """
     gc.collect()  # what is garbage already would stay
     gc.freeze()
-    weakref.finalize(owner, gc.unfreeze).atexit = False
+    end = weakref.finalize(owner, gc.unfreeze)
+    end.atexit = False
+    return end
 
 
 @contextmanager
