@@ -1,112 +1,53 @@
-"""Suffix drafting: matches, length of proposals, sharing between requests, and memory."""
+"""Suffix drafting: settings, and sharing between requests."""
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
-import numpy as np
 import pytest
+import torch
 
 from draftproof import LLM, SamplingParams
-from draftproof.drafters.suffix import END, MOST_PLACES, SuffixDrafter, SuffixIndex, SuffixOptions
+from draftproof.attention.reference import REFERENCE
+from draftproof.cache.pool import PagedCache
+from draftproof.drafters.base import DraftRuntime, KnownTokens
+from draftproof.drafters.suffix import SuffixDrafter, SuffixOptions
+from draftproof.kernels.ops import TORCH
+from draftproof.runtime.graphs import EAGER
+from tests.drafters.test_replay import verified
 
 
-def found(text: SuffixIndex, suffix: list[int], k: int) -> list[tuple[int, list[int]]]:
-    lengths_C, follow_CK = text.find(np.array(suffix), k)
-    pairs = zip(lengths_C.tolist(), follow_CK.tolist(), strict=True)
-    return [pair for pair in pairs if pair[0] > 1]
-
-
-def searched(tokens: list[int], suffix: list[int], k: int) -> list[tuple[int, list[int]]]:
-    """(length, following tokens) of matches by exhaustive search, newest first; none ends at the end of the text."""
-    places: list[tuple[int, list[int]]] = []
-    for place in range(len(tokens) - 2, 0, -1):
-        length = 0
-        while length < min(len(suffix), place + 1) and tokens[place - length] == suffix[-1 - length]:
-            length += 1
-        if length > 1:
-            follow = tokens[place + 1 : place + 1 + k]
-            places.append((length, follow + [END] * (k - len(follow))))
-    return places
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_all_places_are_found_where_memory_suffices(seed: int) -> None:
-    draw = random.Random(seed)
-    tokens = [draw.randrange(4) for _ in range(draw.randrange(2, 120))]
-    text = SuffixIndex(capacity=128)
-    for start in range(0, len(tokens), 7):
-        text.add(tokens[start : start + 7])
-    suffix = tokens[-draw.randrange(2, 9) :]
-    expected = searched(tokens, suffix, 3)
-    assert found(text, suffix, 3) == expected[:MOST_PLACES]
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_a_full_text_knows_exactly_its_newest_tokens(seed: int) -> None:
-    draw = random.Random(seed)
-    tokens = [draw.randrange(3) for _ in range(300)]
-    text = SuffixIndex(capacity=50)
-    text.add(tokens)
-    assert text.tail(0) == tokens[-50:]
-    suffix = tokens[-4:]
-    assert found(text, suffix, 3) == searched(tokens[-50:], suffix, 3)
-
-
-def test_nothing_is_found_across_the_ends_of_texts() -> None:
-    text = SuffixIndex(64, most_texts=8)
-    text.add_whole([1, 2, 3])
-    text.add_whole([4, 5, 1, 2])
-    assert found(text, [3, 4], 2) == []
-    assert found(text, [1, 2], 2) == [(2, [END, END]), (2, [3, END])]
-
-
-def test_only_the_newest_texts_are_kept() -> None:
-    text = SuffixIndex(64, most_texts=2)
-    for first in (10, 20, 30):
-        text.add_whole([first, first + 1, first + 2])
-    assert [bool(found(text, [first, first + 1], 1)) for first in (10, 20, 30)] == [False, True, True]
-
-
-def test_memory_is_fixed_from_the_start() -> None:
-    text = SuffixIndex(100, most_texts=1000)
-    sizes = [a.nbytes for a in (text._tokens, text._previous, text._newest)]
-    for start in range(0, 3000, 30):
-        text.add_whole(list(range(start, start + 30)))
-    assert sizes == [a.nbytes for a in (text._tokens, text._previous, text._newest)]
-    text.add_whole(list(range(500)))
-    assert text.tail(0) == [*range(401, 500), END]
-
-
-def proposal(text: list[int], k: int = 8, shared: list[int] | None = None, **options: Any) -> list[int]:
+def proposal(text: list[int], shared: list[int] | None = None, **options: Any) -> list[int]:
+    """What is proposed after `text`, whose last token is new; `shared`: another request's output, after a prompt of one
+    token."""
     options = {f"suffix_decoding_{name}": value for name, value in options.items()}
-    drafter = SuffixDrafter(SuffixOptions(**options), 256)
+    drafter = SuffixDrafter(SuffixOptions(**options), 256, waits=False)
+    known = KnownTokens(torch.zeros((2, 64), dtype=torch.int32), torch.zeros(2, dtype=torch.int64))
+    cache = PagedCache([], torch.zeros(2, 1, dtype=torch.int32))
+    drafter.bind(DraftRuntime(ops=TORCH, backend=REFERENCE, cache=cache, graphs=EAGER, known=known))
+
+    def ask(slot: int, tokens: list[int]) -> list[int]:
+        known.tokens_SL[slot, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
+        known.length_S[slot] = len(tokens)
+        proposal = drafter.propose(verified([[len(tokens) - 2]], [slot], [1], [8]), 8)
+        return proposal.tokens_RK[0, : int(proposal.count_R[0])].tolist()
+
     if shared is not None:
-        drafter.admit(5, [9], 0)
-        drafter._requests[5][0].add(shared)
-        drafter.release(5)
-    drafter.admit(0, text, 0)
-    return drafter._continue(drafter._requests[0][0], np.array(text), k)
+        drafter.admit(1, [9], 0)
+        ask(1, [9, *shared])
+        drafter.release(1)
+    drafter.admit(0, text[:-1], 0)
+    return ask(0, text)
 
 
-def test_the_proposal_is_as_long_as_the_match() -> None:
+def test_settings_bound_the_proposal() -> None:
     text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 2, 3, 4]
     assert proposal(text) == [5, 6, 7]
     assert proposal(text, max_spec_factor=2) == [5, 6, 7, 8, 9, 0]
-    assert proposal(text, max_spec_factor=2, k=4) == [5, 6, 7, 8]
     assert proposal(text, max_spec_factor=2, max_tree_depth=2) == [5, 6, 7, 8]
-
-
-def test_the_commonest_continuation_is_taken_and_rare_ones_end_it() -> None:
-    text = [1, 2, 7, 5, 1, 2, 8, 5, 1, 2, 7, 6, 1, 2]
-    assert proposal(text, max_tree_depth=2) == [7, 6]  # 2 of 3, then the newer of two
-    assert proposal(text, max_tree_depth=2, min_token_prob=0.5) == [7]
-    assert proposal(text, max_tree_depth=2, min_token_prob=0.7) == []
-
-
-def test_no_match_gives_no_draft() -> None:
-    assert proposal([1, 2, 3, 4]) == proposal([1]) == proposal([3, 3]) == []
+    repeated = [1, 2, 7, 5, 1, 2, 8, 5, 1, 2, 7, 6, 1, 2]
+    assert proposal(repeated, max_tree_depth=2) == [7, 6]
+    assert proposal(repeated, max_tree_depth=2, min_token_prob=0.5) == [7]
 
 
 def test_answers_of_other_requests_are_used_and_their_prompts_are_not() -> None:

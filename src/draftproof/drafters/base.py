@@ -153,6 +153,15 @@ class KnownTokens(NamedTuple):
     tokens_SL: Tensor
     length_S: Tensor
 
+    def on_host(self, slots_R: Tensor) -> tuple[KnownTokens, Tensor]:
+        """Tokens on the host, and the row of each of these slots there. On a GPU it waits for the device."""
+        if self.tokens_SL.device.type == "cpu":
+            return self, slots_R
+        length_R = self.length_S.index_select(0, slots_R).cpu()
+        most = int(length_R.max()) if len(length_R) else 0
+        tokens_RL = self.tokens_SL[:, :most].index_select(0, slots_R).cpu()
+        return KnownTokens(tokens_RL, length_R), torch.arange(len(slots_R))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftRuntime:

@@ -15,6 +15,7 @@ import torch
 from draftproof.kernels import (
     activation,
     confidence,
+    continuation,
     experts,
     logits,
     lookup,
@@ -25,6 +26,7 @@ from draftproof.kernels import (
     sample,
     step,
 )
+from draftproof.kernels.continuation.spec import ContinuationOps
 from draftproof.kernels.experts.spec import ExpertOps
 from draftproof.kernels.step.spec import StepOps
 from draftproof.kernels.versions import Versions
@@ -51,6 +53,7 @@ class Ops:
     soft_cap: activation.SoftCap
     lookup: lookup.Lookup
     confidence: confidence.Confidence
+    continuation: ContinuationOps
     step: StepOps
     experts: ExpertOps
 
@@ -70,6 +73,7 @@ OPERATORS: dict[str, Versions[Any]] = {
     "soft_cap": activation.SOFT_CAP,
     "lookup": lookup.LOOKUP,
     "confidence": confidence.CONFIDENCE,
+    "continuation": continuation.CONTINUATION,
     "step": step.STEP,
     "experts": experts.EXPERTS,
 }
