@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import statistics
 from collections.abc import Mapping
 from typing import Any
 
@@ -142,14 +143,17 @@ def test_each_class_of_requests_gets_its_own_number() -> None:
 
 
 @pytest.mark.parametrize(("good", "bad"), [(8, -12), (6, 0), (3, -3)])
-def test_no_division_among_two_kinds_of_requests_is_faster(good: int, bad: int) -> None:
+def test_no_division_among_two_kinds_of_requests_is_sooner_done(good: int, bad: int) -> None:
+    """Done: on the average over the requests, each of as many tokens."""
     its, each = policy(0.6, row=0.1, step=0.0), 4
     alive = {odds: its.acceptance.survival(odds) for odds in (good, bad)}
     speeds = []
     for k_good, k_bad in itertools.product(LEVELS, LEVELS):
-        tokens = each * (2 + sum(alive[good][:k_good]) + sum(alive[bad][:k_bad]))
+        tokens = 1 + sum(alive[good][:k_good]), 1 + sum(alive[bad][:k_bad])
         rows = each * (2 + k_good + k_bad)
-        speeds.append(tokens / its.costs.step(2 * each, rows, max(k_good, k_bad)))
+        speeds.append(
+            2 * each * statistics.harmonic_mean(tokens) / its.costs.step(2 * each, rows, max(k_good, k_bad))
+        )
     choice = its.chooser.best({RequestClass(odds): each for odds in (good, bad)})
     assert choice.speed == pytest.approx(max(speeds), rel=0.01)
 
@@ -248,12 +252,21 @@ def test_short_proposals_are_not_taken_for_long_ones() -> None:
     assert choice.seconds < its.costs.step(1, 4, max(choice.num_drafts.values()))
 
 
-def long_when_right(its: AutoPolicy, num_rounds: int = 400) -> None:
-    """A drafter that proposes one draft, always wrong, or all eight, always right: in every other round."""
+def test_drafts_go_first_to_requests_with_fewer_tokens() -> None:
+    """A good request's second draft is likelier to survive than the other's first, and yet comes later: the good one
+    would only end earlier."""
+    parts = policy(0.9).chooser._parts([RequestClass(2), RequestClass(-2)])
+    second, other = (next(p for p in parts if (p.its_class.odds, p.level) == at) for at in ((2, 2), (-2, 1)))
+    assert second.num_tokens > other.num_tokens and parts.index(second) > parts.index(other)
+
+
+def long_when_right(its: AutoPolicy, num_rounds: int = 400, every: int = 2) -> None:
+    """A drafter that proposes one draft, always wrong, or all eight, always right: in one of so many rounds."""
     one = request(4)
     for number in range(num_rounds):
-        its.proposed(one, 8, 8 if number % 2 else 1)
-        its.verified(one, 8 if number % 2 else 1, 8 if number % 2 else 0)
+        is_right = number % every == every - 1
+        its.proposed(one, 8, 8 if is_right else 1)
+        its.verified(one, 8 if is_right else 1, 8 if is_right else 0)
 
 
 def test_long_proposals_that_are_right_are_asked_for_beside_short_ones_that_are_not() -> None:
@@ -265,13 +278,16 @@ def test_long_proposals_that_are_right_are_asked_for_beside_short_ones_that_are_
     assert set(choice.num_drafts.values()) == {8} and choice.tokens == pytest.approx(5.0, rel=0.1)
 
 
-def test_a_part_that_is_likelier_than_the_one_before_it_is_joined_to_it() -> None:
+def test_a_part_that_is_worth_more_than_the_one_before_it_is_joined_to_it() -> None:
+    """The first draft takes a row in each round and is right in one of five; the others take rows only then."""
     its = policy(0.6)
-    long_when_right(its)
+    long_when_right(its, every=5)
     parts = its.chooser._parts([its.acceptance.unknown])
-    assert [part.level for part in parts] == [8]
-    assert parts[0].num_given == pytest.approx(sum(its.acceptance.longer))
-    assert parts[0].chance * parts[0].num_given == pytest.approx(sum(its.acceptance.survival()))
+    assert [part.level for part in parts] == [5, 8]
+    assert sum(part.num_rows for part in parts) == pytest.approx(sum(its.acceptance.longer))
+    num_tokens = sum(its.acceptance.survival())
+    assert sum(part.num_tokens for part in parts) == pytest.approx(num_tokens)
+    assert sum(part.worth for part in parts) == pytest.approx(1 - 1 / (1 + num_tokens))
 
 
 def test_the_share_of_rounds_with_drafts_is_each_requests_own() -> None:
@@ -728,7 +744,7 @@ def test_a_choice_lasts_longer_where_the_drafter_ends_proposals() -> None:
         its = policy(0.9)
         its.is_cut, its._choosing_seconds = is_cut, 0.02 * its.costs.plain(1) * ROUNDS_KEPT
         asked = [request(4)]
-        its._kept = Kept(asked, 0, [0], DraftChoice({}, 1.0, 1.0), False, 1, False)
+        its._kept = Kept(asked, 0, [0], DraftChoice({}, 1.0, 1.0, 1.0), False, 1, False)
         lengths.append(its._choice_for(asked, 0, its._kept).longer)
     assert 1 <= lengths[0] < lengths[1] <= MOST_KEPT
 

@@ -25,43 +25,57 @@ LEAST_GIVEN = 1e-6  # drafts of a part: a drafter with fewer never has that many
 
 
 class DraftChoice(NamedTuple):
-    """Number of drafts for each class of requests, and the expected tokens and seconds of a step with them. `worst`:
-    what it loses against a plain step if no draft is accepted, in plain steps; `risk`: what it may lose, given what
-    counts so far vouch for."""
+    """Number of drafts for each class of requests, and the expected tokens and seconds of a step with them. `balanced`:
+    the tokens as they count for its speed, see `Chooser`. `worst`: what it loses against a plain step if no draft is
+    accepted, in plain steps; `risk`: what it may lose, given what counts so far vouch for."""
 
     num_drafts: Mapping[RequestClass, int]
     tokens: float
     seconds: float
+    balanced: float
     worst: float = 0.0
     risk: float = 0.0
 
     @property
     def speed(self) -> float:
-        return self.tokens / self.seconds
+        return self.balanced / self.seconds
 
 
 class Part(NamedTuple):
-    """A class's drafts between one level and the next. `chance`: that such a draft survives; `num_given`: expected
-    number of them for a request that has drafts; `level`: the upper level."""
+    """A request's drafts between one level and the next. `num_rows`, `num_tokens`: expected number of such drafts, and
+    of accepted ones, per step; `worth`: steps that they save for each token; `level`: the upper level."""
 
-    chance: float
-    num_given: float
+    worth: float
+    num_rows: float
+    num_tokens: float
     level: int
     its_class: RequestClass
 
+    @property
+    def rank(self) -> float:
+        return self.worth / self.num_rows
+
     def joined(self, lower: Part) -> Part:
         """This part and the one below it as one."""
-        num_given = lower.num_given + self.num_given
-        num_tokens = lower.chance * lower.num_given + self.chance * self.num_given
-        return self._replace(chance=num_tokens / num_given, num_given=num_given)
+        return self._replace(
+            worth=lower.worth + self.worth,
+            num_rows=lower.num_rows + self.num_rows,
+            num_tokens=lower.num_tokens + self.num_tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Chooser:
     """Finds the best choice by costs and acceptance.
 
-    Where steps are not padded to buckets, drafts are admitted in order of their survival probability over the whole
-    batch (DSpark, algorithm 1); else every request gets the same number.
+    Where steps are not padded to buckets, drafts are admitted in order of what they are worth over the whole batch
+    (DSpark, algorithm 1); else every request gets the same number.
+
+    What counts is how soon each request is done, so tokens are averaged harmonically over the requests. By their sum,
+    drafts would go to the requests whose drafts are likeliest to survive, which end early and leave the others to many
+    steps of few requests. Example: two requests of 100 tokens are done after 100 steps if one gets 3 tokens a step and
+    the other 1, and after 50 if both get 2. So of equally likely drafts those of a request with fewer tokens a step
+    come first, and in requests that are alike the likeliest.
     """
 
     costs: StepCosts
@@ -78,7 +92,7 @@ class Chooser:
         the fewest drafts may risk at most `stake` plain steps, with more drafts a smaller part of that. What it risks
         is its longer time, less the tokens that counts so far vouch for. `context`: tokens of all requests."""
         num_requests = sum(counts.values()) + num_others
-        plain = DraftChoice({}, float(num_requests), self.costs.plain(num_requests, context))
+        plain = DraftChoice({}, num_requests, self.costs.plain(num_requests, context), num_requests)
         if not stake:  # whatever counts vouch for, drafts have not paid
             return plain
         best_of = self._best_alike if self.costs.is_padded else self._best_ragged
@@ -115,7 +129,7 @@ class Chooser:
             if seconds <= most[level > first] and (
                 best is None or tokens / seconds > worth_more * best.speed
             ):
-                best = DraftChoice(num_drafts, tokens, seconds)
+                best = DraftChoice(num_drafts, tokens, seconds, tokens)
         return best
 
     def _best_ragged(
@@ -127,19 +141,19 @@ class Chooser:
         quarter of the steps have 6 rows, the others 1, and none has the 2.25 rows of the mean."""
         parts = self._parts(counts)
         step = self.costs.ragged(num_requests, context)
-        tokens = float(num_requests)
+        tokens = steps_each = float(num_requests)  # of a step; the sum over requests of steps per token
         num_rows = 0.0  # mean number of draft rows
         nobody = 1.0  # chance that no request has drafts
         most_drafts, best, best_speed = 0, None, 0.0
         admitted: set[RequestClass] = set()
         for number, part in enumerate(parts, 1):
-            share, count = part.its_class.share, counts[part.its_class]
+            count = counts[part.its_class]
             if part.its_class not in admitted:
                 admitted.add(part.its_class)
-                nobody *= (1.0 - share) ** count
-            num_drafts = share * part.num_given * count
-            tokens += part.chance * num_drafts
-            num_rows += num_drafts
+                nobody *= (1.0 - part.its_class.share) ** count
+            tokens += part.num_tokens * count
+            steps_each -= part.worth * count
+            num_rows += part.num_rows * count
             most_drafts = max(most_drafts, part.level)
             drafted = step(round(num_requests + num_rows / (1.0 - nobody)), most_drafts)
             if drafted > most[most_drafts > self.costs.levels[1]]:
@@ -147,34 +161,38 @@ class Chooser:
             seconds = (
                 (1.0 - nobody) * drafted + nobody * step(num_requests, most_drafts) if nobody else drafted
             )
-            if tokens > best_speed * seconds:
-                best, best_speed = (number, tokens, seconds), tokens / seconds
+            balanced = num_requests * num_requests / steps_each
+            if balanced > best_speed * seconds:
+                best, best_speed = (number, tokens, seconds, balanced), balanced / seconds
         if best is None:
             return None
         chosen: dict[RequestClass, int] = {}
         for part in parts[: best[0]]:  # a class's higher levels are later
             chosen[part.its_class] = part.level
-        return DraftChoice(chosen, best[1], best[2])
+        return DraftChoice(chosen, *best[1:])
 
     def _parts(self, counts: Iterable[RequestClass]) -> list[Part]:
-        """All parts of all classes, the most likely to survive first. A part that is likelier to survive than the one
-        before it is joined to that: the drafts before it are its price."""
+        """All parts of all classes, those of the highest rank first. A part that ranks higher than the one before it is
+        joined to that: the drafts before it are its price."""
         levels = self.costs.levels
         lengths = [0.0, *accumulate(self.acceptance.longer)]
         found = []
         for its_class in counts:
-            tokens = [0.0, *accumulate(self.acceptance.survival(its_class.odds))]
+            share = its_class.share
+            accepted = [0.0, *accumulate(self.acceptance.survival(its_class.odds))]
+            tokens = [1.0 + share * number for number in accepted]  # per step, by number of drafts
             own: list[Part] = []
             for low, high in pairwise(levels):
-                num_given = lengths[high] - lengths[low]
-                if num_given < LEAST_GIVEN:
+                num_rows = share * (lengths[high] - lengths[low])
+                if num_rows < LEAST_GIVEN:
                     break
-                part = Part((tokens[high] - tokens[low]) / num_given, num_given, high, its_class)
-                while own and own[-1].chance < part.chance:
+                worth = 1.0 / tokens[low] - 1.0 / tokens[high]
+                part = Part(worth, num_rows, tokens[high] - tokens[low], high, its_class)
+                while own and own[-1].rank < part.rank:
                     part = part.joined(own.pop())
                 own.append(part)
             found += own
-        found.sort(key=lambda part: -part.chance)
+        found.sort(key=lambda part: -part.rank)
         return found
 
 
