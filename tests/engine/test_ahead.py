@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftproof import LLM, SamplingParams
 from draftproof.bench.compare import compare
-from draftproof.drafters.base import DraftRuntime
+from draftproof.drafters.base import DraftRuntime, KnownTokens
 from draftproof.engine.runner import ModelRunner
 from draftproof.engine.shapes import BatchShape, mixed_sizes
 from draftproof.runtime.transfer import IntegerRows
@@ -90,7 +90,11 @@ def ahead(llm: LLM, buckets: tuple[int, ...] = (1, 2, 4, 8, 16)) -> Replayed:
     if runner.spec.kv or runner.spec.borrow:
         assert runner.drafter is not None
         cache = runner.draft_cache.beside(runner.cache, runner.spec.borrow)
-        runtime = DraftRuntime(ops=runner.ops, backend=runner.backend, cache=cache, graphs=graphs)
+        slots = runner.state.slots
+        known = KnownTokens(slots.tokens_SL, slots.length_S)
+        runtime = DraftRuntime(
+            ops=runner.ops, backend=runner.backend, cache=cache, graphs=graphs, known=known
+        )
         runner.drafter.bind(runtime)
     runner.warm_up(lambda done, total: None)
     return graphs

@@ -67,7 +67,7 @@ def test_one_wild_step_says_no_more_than_a_surprising_one() -> None:
 def test_a_correction_of_steps_that_are_not_met_fades() -> None:
     pace = fed(Pace(), 100, {PLAIN: 1.0, DRAFTING: 1.5})
     before = pace.at(DRAFTING)
-    fed(pace, 200, {PLAIN: 1.0})
+    fed(pace, 400, {PLAIN: 1.0})
     assert before > 0.35 and abs(pace.at(DRAFTING)) < 0.05
     fed(pace, 10, {DRAFTING: 1.5})
     assert pace.at(DRAFTING) > 0.2, "and is soon learnt again"

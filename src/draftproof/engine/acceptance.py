@@ -28,7 +28,7 @@ MOST_WEIGHT = 1e6  # weight of a new round, relative to the first, at which weig
 POOL_WEIGHT = 4.0  # weight of a prior, in trials
 OWN_WEIGHT = 6.0
 # Weight that the past keeps with each step without drafts: estimates return to the prior, so drafting is tried again.
-POOL_FADING = 0.97
+POOL_FADING = 0.98
 OWN_FADING = 0.98
 ODDS_STEP = 2**0.5  # requests whose odds differ by a smaller factor are in one class
 # The same for shares of rounds with drafts. Fine where drafts are rare: a lookup costs so little that it is decided

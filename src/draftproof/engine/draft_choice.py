@@ -141,7 +141,8 @@ class Chooser:
         quarter of the steps have 6 rows, the others 1, and none has the 2.25 rows of the mean."""
         parts = self._parts(counts)
         step = self.costs.ragged(num_requests, context)
-        tokens = steps_each = float(num_requests)  # of a step; the sum over requests of steps per token
+        tokens = float(num_requests)  # emitted by a step
+        steps_each = float(num_requests)  # the sum over requests of steps per token
         num_rows = 0.0  # mean number of draft rows
         nobody = 1.0  # chance that no request has drafts
         most_drafts, best, best_speed = 0, None, 0.0

@@ -18,7 +18,7 @@ UNKNOWN_KIND = 0.2  # prior of a kind's correction
 FIRST_NOISE, LEAST_NOISE = 0.1, 0.02  # noise of a step: at the start, and at least
 NOISE_RATE = 0.05  # weight of a new step in the noise estimate
 SURPRISE = 2.0  # standard deviations at which a step's deviation is clipped
-REMEMBERED = 0.98  # decay of a correction per step of another kind, so that what seemed slow is tried again
+REMEMBERED = 0.99  # decay of a correction per step of another kind, so that what seemed slow is tried again
 
 
 @dataclass(slots=True)
