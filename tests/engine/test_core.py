@@ -16,6 +16,7 @@ from draftproof.cache.pages import PageAllocator
 from draftproof.engine.core import EngineCore
 from draftproof.engine.costs import StepOutcome
 from draftproof.engine.deltas import TokenDelta
+from draftproof.engine.drafting import AFTER_PROMPTS
 from draftproof.engine.interface import (
     NO_NUMBER,
     DeviceFaultError,
@@ -695,6 +696,22 @@ def test_the_policy_hears_of_as_many_steps_as_it_wants(every: int) -> None:
     finish(engine)
     num_decoding = engine.stats.num_steps - 2  # a prompt, and the last step, which drafts nothing
     assert abs(len(heard) - num_decoding / every) <= 1
+
+
+@pytest.mark.parametrize("async_depth", [0, 1])
+def test_steps_after_a_prompt_are_not_typical_on_a_cpu(async_depth: int) -> None:
+    heard: list[StepOutcome] = []
+    engine = core(FakeRunner(3, async_depth=async_depth))
+    engine.policy = Chosen(lambda num_outputs: 3)
+    engine.policy.finished = heard.append  # type: ignore[method-assign]
+    for number in range(2):
+        engine.add_request(str(number), spec(40 + number, 60))
+        for _ in range(AFTER_PROMPTS + 4):
+            engine.step()
+    for num_requests in (1, 2):
+        typical = [step.is_typical for step in heard if step.num_requests == num_requests]
+        assert len(typical) > AFTER_PROMPTS
+        assert typical == [async_depth > 0 or number >= AFTER_PROMPTS for number in range(len(typical))]
 
 
 def test_the_policy_does_not_hear_of_steps_that_ran_ahead_of_everybodys_end() -> None:

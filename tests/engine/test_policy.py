@@ -197,9 +197,10 @@ def test_a_drafter_that_is_never_right_costs_no_more_than_the_allowance(seed: in
         assert lost < most
 
 
-def test_costs_that_were_measured_wrong_are_found_out() -> None:
+@pytest.mark.parametrize("seed", range(5))
+def test_costs_that_were_measured_wrong_are_found_out(seed: int) -> None:
     """Drafting does not pay, although the profile says that it does."""
-    assert run(policy(0.6), 0.45, 2000, slower=2.0) < 1.03 * plain_seconds()
+    assert run(policy(0.6), 0.45, 2000, slower=2.0, seed=seed) < 1.03 * plain_seconds()
 
 
 @pytest.mark.parametrize("rate", [0.3, 0.6, 0.8, 0.95])
@@ -407,6 +408,17 @@ def test_a_choice_of_no_drafts_holds_until_enough_steps_were_told_of() -> None:
         assert its.choose([one], 0) == [0]
     its.finished(plain_step(1.0))
     assert its.choose([one], 0)[0] > 0
+
+
+def test_costs_are_not_corrected_by_steps_that_are_not_typical() -> None:
+    its = policy(0.5)
+    for is_typical in (False, True):
+        before = its.costs.step(1, 1, 0), its.costs.step(1, 9, 8)
+        for _ in range(20):
+            its.finished(plain_step(2 * before[0])._replace(is_typical=is_typical))
+            its.choose([request(4)], 0)
+        after = its.costs.step(1, 1, 0), its.costs.step(1, 9, 8)
+        assert (after == before) != is_typical
 
 
 def test_a_choice_with_drafts_ends_when_the_savings_do() -> None:

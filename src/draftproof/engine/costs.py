@@ -51,7 +51,7 @@ class StepOutcome(NamedTuple):
     """A finished decode-only step. `num_rows`: of all R requests; `num_drafts`: the most that a request wanted next;
     `num_tokens`: emitted; `context`: tokens of all requests before the step; `host_seconds`: part of `seconds` outside
     both passes; `is_shadow`: its drafts were shadows; `draft_seconds`: of the drafter for
-    `num_asked` requests, 0: not known."""
+    `num_asked` requests, 0: not known; `is_typical`: whether its time is that of such steps."""
 
     num_requests: int
     num_rows: int
@@ -63,6 +63,7 @@ class StepOutcome(NamedTuple):
     is_shadow: bool = False
     draft_seconds: float = 0.0
     num_asked: int = 0
+    is_typical: bool = True
 
     @property
     def is_plain(self) -> bool:

@@ -14,6 +14,9 @@ from draftproof.engine.scheduler import PlannedRows, Scheduler
 from draftproof.engine.shadows import Shadow, Shadowing
 
 COMPARED_EVERY = 4  # steps between comparisons of drafts with the output
+# Steps after one with prompts, on a CPU, that say nothing of how long such steps take: a prompt's products slow the
+# processor for a while (a Xeon with AMX by 1.6 at first, by 1.1 after four steps).
+AFTER_PROMPTS = 6
 
 
 def can_compare(runner: Runner) -> bool:
@@ -41,6 +44,7 @@ class Drafting:
         self._scheduler = scheduler
         self.can_compare = can_compare(runner)
         self._last_result = 0.0  # when a step's result was last taken in: seconds of `time.perf_counter`
+        self._num_since_prompts = 0  # finished steps
 
     def wanted(self, rows: Sequence[PlannedRows]) -> Wanted:
         """Drafts to ask for after a step of these rows; 0 for a request whose prompt is not complete."""
@@ -130,7 +134,7 @@ class Drafting:
 
         Left out are steps that recorded something, and steps that held a request which had already ended (not
         `was_wanted`): if all had, the device may have idled since. Of steps with prompts only the drafter's time is
-        reported. `num_steps`: steps so far.
+        reported, and those after them are reported as not typical. `num_steps`: steps so far.
 
         Where steps overlap, a step's time is that since the result before; a step launched on an idle device is left
         out. Without overlap it is the time since planning began.
@@ -141,6 +145,7 @@ class Drafting:
         self._last_result = now
         is_ahead = self._runner.async_depth > 0
         is_late = is_ahead and flight.start > before
+        self._num_since_prompts = 0 if flight.has_prompts else self._num_since_prompts + 1
         if not self._runner.num_drafts or not was_wanted or is_late or flight.pending.is_warming:
             return
         if flight.has_prompts:
@@ -153,7 +158,11 @@ class Drafting:
         passes = seconds if is_ahead else pending.target_seconds + pending.draft_seconds
         # not a chain's, which depends on which member drafts, nor where a lookup waits for the device
         draft_seconds = pending.draft_seconds if self.compares else 0.0
-        self.policy.finished(flight.outcome(results, seconds, max(0.0, seconds - passes), draft_seconds))
+        host_seconds = max(0.0, seconds - passes)
+        is_typical = is_ahead or self._num_since_prompts > AFTER_PROMPTS
+        self.policy.finished(
+            flight.outcome(results, seconds, host_seconds, draft_seconds, is_typical=is_typical)
+        )
 
     def _prompted(self, flight: InFlightStep) -> None:
         """Report the drafter's time for a step with prompts, where the host's clock measures it."""

@@ -33,7 +33,13 @@ class InFlightStep:
         return self.shadowing is not None and any(self.shadowing.is_compared) and not any(self.shadowing.most)
 
     def outcome(
-        self, results: Sequence[RowResult], seconds: float, host_seconds: float, draft_seconds: float
+        self,
+        results: Sequence[RowResult],
+        seconds: float,
+        host_seconds: float,
+        draft_seconds: float,
+        *,
+        is_typical: bool,
     ) -> StepOutcome:
         """What the policy learns from it; for a step in which every request decoded."""
         num_rows = num_drafts = num_tokens = context = num_asked = 0
@@ -54,4 +60,5 @@ class InFlightStep:
             self.is_shadow,
             draft_seconds,
             num_asked,
+            is_typical,
         )

@@ -363,7 +363,8 @@ class AutoPolicy:
         for step, num_steps in steps:
             self._num_unobserved += num_steps
             is_rare = step.is_plain or step.is_shadow
-            if is_rare or self.savings < ALLOWANCE or self._num_unobserved >= OBSERVED_EVERY:
+            is_due = is_rare or self.savings < ALLOWANCE or self._num_unobserved >= OBSERVED_EVERY
+            if is_due and step.is_typical:
                 self._num_unobserved = 0
                 self.costs.observe(step)
             if step.is_shadow:
