@@ -16,7 +16,7 @@ from draftproof.cache.pages import PageAllocator
 from draftproof.engine.core import EngineCore
 from draftproof.engine.costs import StepOutcome
 from draftproof.engine.deltas import TokenDelta
-from draftproof.engine.drafting import AFTER_PROMPTS
+from draftproof.engine.drafting import AFTER_PROMPTS, MOST_LEFT_OUT
 from draftproof.engine.interface import (
     NO_NUMBER,
     DeviceFaultError,
@@ -712,6 +712,20 @@ def test_steps_after_a_prompt_are_not_typical_on_a_cpu(async_depth: int) -> None
         typical = [step.is_typical for step in heard if step.num_requests == num_requests]
         assert len(typical) > AFTER_PROMPTS
         assert typical == [async_depth > 0 or number >= AFTER_PROMPTS for number in range(len(typical))]
+
+
+def test_where_all_steps_follow_prompts_they_are_typical_after_a_while() -> None:
+    heard: list[StepOutcome] = []
+    engine = core(FakeRunner(3))
+    engine.policy = Chosen(lambda num_outputs: 3)
+    engine.policy.finished = heard.append  # type: ignore[method-assign]
+    for number in range(AFTER_PROMPTS * MOST_LEFT_OUT):
+        if number % (AFTER_PROMPTS - 1) == 0:
+            engine.add_request(str(number), spec(40, 12))
+        engine.step()
+    typical = [step.is_typical for step in heard]
+    first = typical.index(True)
+    assert 0 < first <= MOST_LEFT_OUT and all(typical[first:])
 
 
 def test_the_policy_does_not_hear_of_steps_that_ran_ahead_of_everybodys_end() -> None:

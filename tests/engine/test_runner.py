@@ -250,6 +250,16 @@ def test_proposals_of_many_lengths_make_few_programs() -> None:
 
 
 @pytest.mark.skipif(native.load() is None, reason="nothing is recorded without the compiled operators")
+def test_suffix_drafting_is_recorded() -> None:
+    llm = LLM(max_model_len=160, max_num_seqs=1, speculative_config={"method": "suffix"})
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    llm.generate([PROMPTS[0]] * 3, params, use_tqdm=False)
+    keys = llm.engine.runner.graphs.recorded_keys()  # type: ignore[attr-defined]
+    assert any(key[0] == "draft" and key[1].num_drafts for key in keys), keys
+    assert llm.stats.speculation.num_accepted_tokens
+
+
+@pytest.mark.skipif(native.load() is None, reason="nothing is recorded without the compiled operators")
 def test_nobody_s_first_tokens_wait_for_the_target_s_pass_to_be_recorded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -22,6 +22,7 @@ class Node:
 @pytest.fixture(autouse=True)
 def unfrozen() -> Iterator[None]:
     gc.unfreeze()
+    collector._open_owners.clear()
     yield
     gc.unfreeze()
 
@@ -61,10 +62,22 @@ def test_an_exemption_can_be_ended_early_and_only_once() -> None:
     end = collector.exempt_loaded(owner)
     end()
     assert id(loaded) in {id(found) for found in gc.get_objects()}
-    collector.exempt_loaded(loaded)
+    other = collector.exempt_loaded(loaded)
     end()
     del owner
     assert id(loaded) not in {id(found) for found in gc.get_objects()}
+    other()
+
+
+def test_the_end_of_one_exemption_leaves_that_of_others() -> None:
+    loaded, first, second = Node(), Node(), Node()
+    end, other = collector.exempt_loaded(first), collector.exempt_loaded(second)
+    kept = cycle()
+    end()
+    assert id(loaded) not in {id(found) for found in gc.get_objects()}
+    assert kept() is None, "garbage does not stay"
+    other()
+    assert id(loaded) in {id(found) for found in gc.get_objects()}
 
 
 def test_an_engine_leaves_few_objects_to_collections_and_is_freed_with_all_its_parts() -> None:

@@ -81,8 +81,17 @@ class SuffixDrafter(Drafter):
     def propose(self, verified: Verified, num_drafts: int) -> Proposal:
         slots_R, k_R, device = verified.slots_R, verified.k_R, verified.slots_R.device
         known, row_R = self._known.on_host(slots_R)
-        texts = (self._own, self._shared, slots_R.cpu(), *known, row_R)
-        tokens_RK, count_R = self._ops.propose(*texts, k_R.cpu(), num_drafts, self._limits)
+        tokens_RK, count_R = self._ops.propose(
+            self._own,
+            self._shared,
+            slots_R.cpu(),
+            known.tokens_SL,
+            known.length_S,
+            row_R,
+            k_R.cpu(),
+            num_drafts,
+            self._limits,
+        )
         return Proposal(tokens_RK.to(device), count_R.to(device))
 
 

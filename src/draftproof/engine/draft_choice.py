@@ -1,4 +1,4 @@
-"""Which drafts are worth verifying: the numbers of drafts with the most expected tokens per second.
+"""Which drafts are worth verifying: the numbers of drafts with which requests are soonest done.
 
 R requests that decode in a pass.
 """
@@ -68,13 +68,13 @@ class Part(NamedTuple):
 class Chooser:
     """Finds the best choice by costs and acceptance.
 
-    Where steps are not padded to buckets, drafts are admitted in order of what they are worth over the whole batch
-    (DSpark, algorithm 1); else every request gets the same number.
+    Where steps are padded to buckets, every request gets the number with the most tokens per second. Else drafts are
+    admitted in order of what they are worth over the whole batch, after DSpark's algorithm 1.
 
-    What counts is how soon each request is done, so tokens are averaged harmonically over the requests. By their sum,
-    drafts would go to the requests whose drafts are likeliest to survive, which end early and leave the others to many
-    steps of few requests. Example: two requests of 100 tokens are done after 100 steps if one gets 3 tokens a step and
-    the other 1, and after 50 if both get 2. So of equally likely drafts those of a request with fewer tokens a step
+    There, what counts is how soon each request is done: tokens are averaged harmonically over the requests. By their
+    sum, drafts would go to the requests whose drafts are likeliest to survive, which end early and leave the others to
+    many steps of few requests. Example: two requests of 100 tokens are done after 100 steps if one gets 3 tokens a step
+    and the other 1, and after 50 if both get 2. So of equally likely drafts those of a request with fewer tokens a step
     come first, and in requests that are alike the likeliest.
     """
 
@@ -142,7 +142,7 @@ class Chooser:
         parts = self._parts(counts)
         step = self.costs.ragged(num_requests, context)
         tokens = float(num_requests)  # emitted by a step
-        steps_each = float(num_requests)  # the sum over requests of steps per token
+        steps_per_token = float(num_requests)  # the sum over requests of steps per token
         num_rows = 0.0  # mean number of draft rows
         nobody = 1.0  # chance that no request has drafts
         most_drafts, best, best_speed = 0, None, 0.0
@@ -153,7 +153,7 @@ class Chooser:
                 admitted.add(part.its_class)
                 nobody *= (1.0 - part.its_class.share) ** count
             tokens += part.num_tokens * count
-            steps_each -= part.worth * count
+            steps_per_token -= part.worth * count
             num_rows += part.num_rows * count
             most_drafts = max(most_drafts, part.level)
             drafted = step(round(num_requests + num_rows / (1.0 - nobody)), most_drafts)
@@ -162,7 +162,7 @@ class Chooser:
             seconds = (
                 (1.0 - nobody) * drafted + nobody * step(num_requests, most_drafts) if nobody else drafted
             )
-            balanced = num_requests * num_requests / steps_each
+            balanced = num_requests * num_requests / steps_per_token
             if balanced > best_speed * seconds:
                 best, best_speed = (number, tokens, seconds, balanced), balanced / seconds
         if best is None:

@@ -17,6 +17,7 @@ COMPARED_EVERY = 4  # steps between comparisons of drafts with the output
 # Steps after one with prompts, on a CPU, that say nothing of how long such steps take: a prompt's products slow the
 # processor for a while (a Xeon with AMX by 1.6 at first, by 1.1 after four steps).
 AFTER_PROMPTS = 6
+MOST_LEFT_OUT = 64  # steps in a row that are left out for that; under steady load there may be no others
 
 
 def can_compare(runner: Runner) -> bool:
@@ -45,6 +46,7 @@ class Drafting:
         self.can_compare = can_compare(runner)
         self._last_result = 0.0  # when a step's result was last taken in: seconds of `time.perf_counter`
         self._num_since_prompts = 0  # finished steps
+        self._num_left_out = 0  # finished steps since one that no prompt has slowed
 
     def wanted(self, rows: Sequence[PlannedRows]) -> Wanted:
         """Drafts to ask for after a step of these rows; 0 for a request whose prompt is not complete."""
@@ -134,7 +136,7 @@ class Drafting:
 
         Left out are steps that recorded something, and steps that held a request which had already ended (not
         `was_wanted`): if all had, the device may have idled since. Of steps with prompts only the drafter's time is
-        reported, and those after them are reported as not typical. `num_steps`: steps so far.
+        reported; the first steps after them are not typical. `num_steps`: steps so far.
 
         Where steps overlap, a step's time is that since the result before; a step launched on an idle device is left
         out. Without overlap it is the time since planning began.
@@ -145,7 +147,7 @@ class Drafting:
         self._last_result = now
         is_ahead = self._runner.async_depth > 0
         is_late = is_ahead and flight.start > before
-        self._num_since_prompts = 0 if flight.has_prompts else self._num_since_prompts + 1
+        is_typical = self._is_typical(flight)
         if not self._runner.num_drafts or not was_wanted or is_late or flight.pending.is_warming:
             return
         if flight.has_prompts:
@@ -159,10 +161,17 @@ class Drafting:
         # not a chain's, which depends on which member drafts, nor where a lookup waits for the device
         draft_seconds = pending.draft_seconds if self.compares else 0.0
         host_seconds = max(0.0, seconds - passes)
-        is_typical = is_ahead or self._num_since_prompts > AFTER_PROMPTS
         self.policy.finished(
             flight.outcome(results, seconds, host_seconds, draft_seconds, is_typical=is_typical)
         )
+
+    def _is_typical(self, flight: InFlightStep) -> bool:
+        """Whether the time of this finished step says how long such steps take. To be called for every step."""
+        self._num_since_prompts = 0 if flight.has_prompts else self._num_since_prompts + 1
+        self._num_left_out += 1
+        if self._runner.async_depth or self._num_since_prompts > AFTER_PROMPTS:
+            self._num_left_out = 0
+        return self._num_left_out == 0 or self._num_left_out > MOST_LEFT_OUT
 
     def _prompted(self, flight: InFlightStep) -> None:
         """Report the drafter's time for a step with prompts, where the host's clock measures it."""

@@ -179,7 +179,7 @@ class Kept:
 
 @dataclass(slots=True)
 class AutoPolicy:
-    """Chooses the numbers of drafts that maximise expected tokens per second, by measured costs and acceptance.
+    """Chooses the numbers of drafts with which requests are soonest done, by measured costs and acceptance.
 
     The loss against plain decoding is bounded: `savings`, in plain steps, fall by what steps with drafts lose and rise
     by what they gain, and limit what the next step may risk.

@@ -12,6 +12,7 @@ import torch
 
 END = -1  # separator of two texts, and padding after a text's end
 MOST_BUCKETS = 1 << 20
+_END, _OLDEST = 5, 6  # fields of `struct TextIndex` in cpu.cpp
 
 
 class TextIndex:
@@ -37,22 +38,22 @@ class TextIndex:
     @property
     def end(self) -> int:
         """Number of tokens ever added."""
-        return int(self._fields[5])
+        return int(self._fields[_END])
 
     @end.setter
     def end(self, end: int) -> None:
-        self._fields[5] = end
+        self._fields[_END] = end
 
     @property
     def start(self) -> int:
         """Place of the oldest token that is still known."""
-        return max(self.end - self.capacity, int(self._fields[6]))
+        return max(self.end - self.capacity, int(self._fields[_OLDEST]))
 
     def begin_text(self) -> None:
         """Note that a text begins at the end, so the oldest is forgotten if there are too many."""
         assert self._starts is not None
         self._starts.append(self.end)
-        self._fields[6] = self._starts[0] if len(self._starts) == self._starts.maxlen else 0
+        self._fields[_OLDEST] = self._starts[0] if len(self._starts) == self._starts.maxlen else 0
 
     def tail(self, start: int) -> list[int]:
         """The tokens from `start` on that are still known."""

@@ -25,7 +25,7 @@ class Limits(NamedTuple):
 
 
 class ContinuationOps(Protocol):
-    """One implementation, on the host."""
+    """Adds to texts and continues them; runs on the host."""
 
     def add(self, index: TextIndex, tokens: Sequence[int]) -> None:
         """Append `tokens` to the text."""
