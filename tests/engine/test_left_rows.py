@@ -10,7 +10,9 @@ import torch
 from draftproof import LLM, SamplingParams, assets
 from draftproof.attention.base import PagedAttention
 from draftproof.bench.compare import compare
+from draftproof.drafters.head import Recurrent
 from draftproof.engine.runner import ModelRunner
+from draftproof.models.config import ModelConfig
 
 PROMPTS = [[(i * 37 + 5 * n) % 900 + 20 for i in range(length)] for n, length in enumerate((150, 90, 7))]
 PARAMS = [SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=3) for _ in PROMPTS]
@@ -44,8 +46,42 @@ def test_leaving_rows_out_changes_no_bit(monkeypatch: pytest.MonkeyPatch, settin
     found, number = outputs(monkeypatch, **settings)
     with monkeypatch.context() as patch:
         patch.setattr(ModelRunner, "_leaves_rows", lambda *_: False)
+        patch.setattr(ModelConfig, "may_leave_rows", False)
         expected, none = outputs(monkeypatch, **settings)
     assert number > 0 and none == 0
+    assert not compare(expected, found)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("head", [assets.path("tiny-eagle3"), "tests/data/tiny-mtp"])
+def test_a_head_that_leaves_rows_out_drafts_the_same(
+    monkeypatch: pytest.MonkeyPatch, head: Any, dtype: str
+) -> None:
+    """With prompts in chunks, and beside requests that decode."""
+    drafts: list[list[int]] = []
+    draw = Recurrent.draft
+
+    def noted(*given: Any) -> tuple[torch.Tensor, ...]:
+        drawn = draw(*given)
+        drafts.append(torch.stack(drawn).flatten().tolist())
+        return drawn
+
+    config = {"model": str(head), "num_speculative_tokens": 3}
+    settings = {
+        "dtype": dtype,
+        "max_num_batched_tokens": 120,
+        "enforce_eager": True,
+        "speculative_config": config,
+    }
+    monkeypatch.setattr(Recurrent, "draft", noted)
+    monkeypatch.setattr(ModelRunner, "_leaves_rows", lambda *_: False)
+    found, number = outputs(monkeypatch, **settings)
+    ours = drafts.copy()
+    drafts.clear()
+    monkeypatch.setattr(ModelConfig, "may_leave_rows", False)
+    expected, none = outputs(monkeypatch, **settings)
+    assert number > 0 and none == 0 and len(drafts) > 5
+    assert ours == drafts
     assert not compare(expected, found)
 
 

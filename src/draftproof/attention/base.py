@@ -226,6 +226,10 @@ class PagedAttention:
         """Attention in which only these rows attend: results have one row for each."""
         return PagedAttention(self.ops, self.backend, self.cache, self.rows, rows_M)
 
+    def attending(self, x_TX: Tensor) -> Tensor:
+        """Those of the pass's rows that attend."""
+        return x_TX if self.only_M is None else self.ops.gather(x_TX, self.only_M)
+
     def __call__(self, layer: int, qkv_TX: Tensor, spec: AttentionSpec) -> Tensor:
         """qkv_TX [T, (num_heads + 2 * num_kv_heads) * D] -> [T, num_heads * D]; no v if keys are the values."""
         q_THD = self.store(layer, qkv_TX, spec)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from draftproof.drafters.base import Taps
 from draftproof.drafters.context import DraftContext
 from draftproof.drafters.fused import FusedHead, Norms
-from draftproof.drafters.head import HeadDrafter
+from draftproof.drafters.head import HeadDrafter, Recurrent
 from draftproof.models.config import ModelConfig
 
 
@@ -28,4 +28,4 @@ def build(ctx: DraftContext) -> HeadDrafter:
     s = ctx.settings(Eagle1Settings)
     norms = Norms(embed=s.norms, hidden=False, input=s.norms, final=s.norms)
     head = FusedHead(ctx, s.layers, Taps(final=True), norms, fc_bias=s.fc_bias)
-    return HeadDrafter(head)
+    return HeadDrafter(head, Recurrent(head, leaves_rows=s.layers.may_leave_rows))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from draftproof.drafters.base import DraftSpec
 from draftproof.drafters.context import DraftContext
-from draftproof.drafters.head import HeadDrafter, HeadLayout
+from draftproof.drafters.head import HeadDrafter, HeadLayout, Recurrent
 from draftproof.drafters.tapped import TappedNetwork, TappedSettings, tapped
 from draftproof.drafters.validation import check_leftovers
 
@@ -19,4 +19,4 @@ def build(ctx: DraftContext) -> HeadDrafter:
     )
     head = TappedNetwork(ctx, spec, HeadLayout(context="all", shift=1))
     check_leftovers(ctx)
-    return HeadDrafter(head)
+    return HeadDrafter(head, Recurrent(head, leaves_rows=layers.may_leave_rows))

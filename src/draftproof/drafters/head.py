@@ -114,7 +114,7 @@ class Buffers(NamedTuple):
     """Inputs of a draft pass, apart from the taps and the sampler's inputs."""
 
     feed: tuple[Tensor, ...]
-    read_M: Tensor | None  # rows of the result of `feed` that are passed to `draft`; None: it has no result
+    read_M: Tensor | None  # rows of the result of `feed` that are passed to `draft`; None: all there are
     draft: tuple[Tensor, ...]
 
 
@@ -135,8 +135,8 @@ class Unroll(Protocol):
         taps: tuple[Tensor, ...],
         carried: GivenEmbeddings | None = None,
     ) -> tuple[Tensor, ...]:
-        """Feed the rows to the head; returns the states that `draft` reads, [N, ...] each. `carried`: embeddings that
-        rows carry in place of their tokens'."""
+        """Feed the rows to the head; returns states, among them those that `draft` reads, [N, ...] each. `carried`:
+        embeddings that rows carry in place of their tokens'."""
         ...
 
     def draft(
@@ -218,7 +218,9 @@ class HeadDrafter(Drafter):
         states = graphs.run(key, feed, (*given.feed, *verified.taps))
         if not num:
             return ()
-        read = () if given.read_M is None else tuple(runtime.ops.gather(x, given.read_M) for x in states)
+        read = states
+        if given.read_M is not None:
+            read = tuple(runtime.ops.gather(x, given.read_M) for x in states)
 
         def draft(*buffers: Tensor) -> tuple[Tensor, ...]:
             first, last = len(read), len(read) + len(given.draft)
@@ -274,13 +276,18 @@ class _Steps(NamedTuple):
 
 
 class Recurrent(Unroll):
-    """One row per step. It carries the token drafted before; its position is the read row's + step, or unchanged."""
+    """One row per step. It carries the token drafted before; its position is the read row's + step, or unchanged.
+
+    `leaves_rows`: the head can be given attention in which only the read rows attend, and then returns those: of a
+    prompt's other rows it only stores keys and values. Recurring sizes are recorded with all rows, as the target's.
+    """
 
     num_read = 1
     most_drafts = 1 << 30
 
-    def __init__(self, head: DraftHead) -> None:
+    def __init__(self, head: DraftHead, *, leaves_rows: bool = False) -> None:
         self._head = head
+        self._leaves_rows = leaves_rows
 
     def inputs(self, runtime: DraftRuntime, verified: Verified, fed: DraftRows) -> Buffers:
         positions_KR = fed.positions_KR
@@ -289,11 +296,12 @@ class Recurrent(Unroll):
             step_K1 = torch.arange(len(positions_KR), device=positions_KR.device)[:, None]
             positions_KR = (positions_KR - step_K1).clamp(min=-1)
             context_lens_KR = (context_lens_KR - step_K1).clamp(min=0)
-        return Buffers(
-            feed=_Fed(fed.tokens_N, fed.source_N, fed.positions_N, fed.context_lens_N, fed.slots_N),
-            read_M=fed.read_RJ[:, 0].contiguous(),
-            draft=_Steps(verified.slots_R, fed.drawn_KR, positions_KR, context_lens_KR),
-        )
+        read_R = fed.read_RJ[:, 0].contiguous()
+        rows = _Fed(fed.tokens_N, fed.source_N, fed.positions_N, fed.context_lens_N, fed.slots_N)
+        draft = _Steps(verified.slots_R, fed.drawn_KR, positions_KR, context_lens_KR)
+        if self._leaves_rows and not verified.repeats and verified.given is None:
+            return Buffers(feed=(*rows, read_R), read_M=None, draft=draft)
+        return Buffers(feed=rows, read_M=read_R, draft=draft)
 
     def feed(
         self,
@@ -302,12 +310,14 @@ class Recurrent(Unroll):
         taps: tuple[Tensor, ...],
         carried: GivenEmbeddings | None = None,
     ) -> tuple[Tensor, ...]:
-        i = _Fed(*given)
+        i, only = _Fed(*given[:5]), given[5:]
         features_TF = self._head.features(taps)
         features_NF = None if features_TF is None else runtime.ops.gather(features_TF, i.source_N)
         whole = None if carried is None else carried.whole
         rows = Rows(i.positions_N, i.slots_N, i.context_lens_N, given=carried, whole=whole)
         attn = runtime.attention(rows)
+        if only:
+            attn = attn.only(only[0])
         hidden_NH, feedback_NF = self._head(i.tokens_N, features_NF, attn)
         return (hidden_NH,) if feedback_NF is None else (hidden_NH, feedback_NF)
 

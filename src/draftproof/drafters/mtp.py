@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from draftproof.drafters.base import Drafter, DraftSpec, Taps
 from draftproof.drafters.context import DraftContext
 from draftproof.drafters.fused import FusedHead, FusedNetwork, Norms
-from draftproof.drafters.head import HeadDrafter
+from draftproof.drafters.head import HeadDrafter, Recurrent
 from draftproof.drafters.modules import ModulesDrafter
 from draftproof.drafters.validation import check_leftovers, check_num_drafts
 from draftproof.drafters.vocabulary import embedding, output_head
@@ -56,7 +56,8 @@ def _build_own(ctx: DraftContext) -> Drafter:
             f"{ctx.checkpoint.where}: num_hidden_layers={s.target_layers} of the model it was trained for, but the "
             f"target has {num_layers}; this draft head belongs to another target"
         )
-    return HeadDrafter(FusedHead(ctx, s.layers, Taps(layers=(num_layers,)), _NORMS))
+    head = FusedHead(ctx, s.layers, Taps(layers=(num_layers,)), _NORMS)
+    return HeadDrafter(head, Recurrent(head, leaves_rows=s.layers.may_leave_rows))
 
 
 def _build_from_target(ctx: DraftContext) -> Drafter:
@@ -70,7 +71,7 @@ def _build_from_target(ctx: DraftContext) -> Drafter:
     num = min(s.num_modules, ctx.num_drafts)
     if num == 1:
         head = FusedHead(ctx, s.layers, taps, _NORMS, prefix="modules.0.", state_first=s.state_first)
-        return HeadDrafter(head)
+        return HeadDrafter(head, Recurrent(head, leaves_rows=s.layers.may_leave_rows))
     tables = rope_tables(s.layers, ctx.max_positions, builder.device)
     modules = [
         FusedNetwork(

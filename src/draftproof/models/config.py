@@ -71,6 +71,12 @@ class ModelConfig:
         return tuple(dict.fromkeys(rope for layer in self.layers for rope in layer.mixer.ropes))
 
     @property
+    def may_leave_rows(self) -> bool:
+        """Whether in a pass of all its layers some rows may only be stored: with more layers than one, later layers
+        would store what is computed from them."""
+        return len(self.layers) == 1 and self.layers[0].mixer.leaves_rows
+
+    @property
     def attention_shapes(self) -> tuple[AttentionShape, ...]:
         """The attention shapes of its layers, each once."""
         shapes = [layer.mixer.shape for layer in self.layers]

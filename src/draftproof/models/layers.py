@@ -166,8 +166,10 @@ def rope_tables(config: ModelConfig, length: int, device: torch.device) -> dict[
 def run_layers(
     layers: Sequence[Layer], x_TX: Tensor, residual_TH: Tensor, attn: PagedAttention
 ) -> tuple[Tensor, Tensor]:
-    """Run all layers in order; the first one's input is already normed. Returns the last layer's result."""
-    x_TH, residual_TH = layers[0](x_TX, residual_TH, attn)
+    """Run all layers in order; the first one's input is already normed. Returns the last layer's result. Where only
+    some rows attend, there is one layer."""
+    assert attn.only_M is None or len(layers) == 1
+    x_TH, residual_TH = layers[0](x_TX, attn.attending(residual_TH), attn)
     for layer in layers[1:]:
         assert layer.input_norm is not None
         x_TH, residual_TH = layer.input_norm.add(x_TH, residual_TH)
