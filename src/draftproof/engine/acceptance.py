@@ -26,6 +26,9 @@ POOL_MEMORY = 0.995  # weight that the past keeps with each round, if one reques
 OWN_MEMORY = 0.95  # weight that a request's past keeps with each of its rounds
 MOST_WEIGHT = 1e6  # weight of a new round, relative to the first, at which weights are rescaled
 POOL_WEIGHT = 4.0  # weight of a prior, in trials
+# The same for whether a model's drafts are accepted. The first tokens of an output are harder to draft than later ones,
+# so what the first rounds show must not end drafting. Lookups are also learned from without verifying.
+MODEL_WEIGHT = 10.0
 OWN_WEIGHT = 6.0
 # Weight that the past keeps with each step without drafts: estimates return to the prior, so drafting is tried again.
 POOL_FADING = 0.98
@@ -103,6 +106,7 @@ class Chances:
     num: int
     first: float
     num_alike: int = 1
+    prior_weight: float = POOL_WEIGHT  # in trials
     _hits: list[float] = field(default_factory=list)
     _trials: list[float] = field(default_factory=list)
     _weight: float = 1.0
@@ -130,7 +134,7 @@ class Chances:
         return self._known or self.estimates
 
     def _shrunk(self, first: float) -> list[float]:
-        found, chance, prior = [], first, POOL_WEIGHT * self._weight
+        found, chance, prior = [], first, self.prior_weight * self._weight
         for position, (hits, trials) in enumerate(zip(self._hits, self._trials, strict=True)):
             if position < self.num_alike:
                 chance = first
@@ -165,11 +169,13 @@ class Acceptance:
     shifted by its `RequestClass`.
 
     `memory`: weight that the past keeps with each round, if one request decodes at a time.
+    `prior_weight`: of `expected`, in trials.
     """
 
     num_drafts: int
     expected: float = EXPECTED
     memory: float = POOL_MEMORY
+    prior_weight: float = POOL_WEIGHT
     accepted: Chances = field(init=False)
     given: Chances = field(init=False)
     followed: Chances = field(init=False)
@@ -178,7 +184,7 @@ class Acceptance:
 
     def __post_init__(self) -> None:
         self.decode_together(1)
-        self.accepted = Chances(self.num_drafts, self.expected)
+        self.accepted = Chances(self.num_drafts, self.expected, prior_weight=self.prior_weight)
         self.given = Chances(self.num_drafts, 1.0, num_alike=2)
         self.followed = Chances(self.num_drafts, 1.0)
 

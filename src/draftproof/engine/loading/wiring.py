@@ -14,7 +14,7 @@ from draftproof.config import EngineConfig
 from draftproof.drafters.base import Drafter, DraftRuntime, KnownTokens, RoundSize
 from draftproof.drafters.contained import DrafterError
 from draftproof.engine import profile, reporting
-from draftproof.engine.acceptance import Acceptance
+from draftproof.engine.acceptance import MODEL_WEIGHT, POOL_WEIGHT, Acceptance
 from draftproof.engine.core import EngineCore
 from draftproof.engine.costs import levels_of
 from draftproof.engine.drafting import can_compare
@@ -229,9 +229,9 @@ def _policy(base: Base, drafters: Drafters, runner: ModelRunner) -> Policy:
         "exact": base.config.exact,
     }
     costs = profile.costs_of(StepMeter(runner), drafters.levels, identity, native.default_cache_dir())
-    return AutoPolicy(
-        costs, Acceptance(drafters.num_drafts), is_cut=can_compare(runner) and runner.drafter_estimates
-    )
+    prior_weight = MODEL_WEIGHT if runner.drafter_has_kv else POOL_WEIGHT
+    acceptance = Acceptance(drafters.num_drafts, prior_weight=prior_weight)
+    return AutoPolicy(costs, acceptance, is_cut=can_compare(runner) and runner.drafter_estimates)
 
 
 def _bind(drafter: Drafter | None, runtime: DraftRuntime) -> None:
