@@ -33,7 +33,7 @@ from draftproof import LLM, SamplingParams
 from draftproof.bench import internals
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.ngram import NgramDrafter
-from draftproof.engine.acceptance import MODEL_WEIGHT, POOL_WEIGHT, Acceptance
+from draftproof.engine.acceptance import acceptance_of
 from draftproof.engine.costs import StepCosts, StepOutcome
 from draftproof.engine.interface import RequestSpec, RowPrice
 from draftproof.engine.policy import PLAIN_EVERY, AutoPolicy, FixedPolicy, Policy
@@ -325,7 +325,7 @@ def speeds(recording: Recording, batch: int, seed: int = 0) -> dict[str, float]:
     most = recording.levels[-1]
 
     def new() -> Policy:
-        acceptance = Acceptance(most, prior_weight=MODEL_WEIGHT if recording.has_kv else POOL_WEIGHT)
+        acceptance = acceptance_of(most, has_kv=recording.has_kv)
         policy = Rehearsed(recording.step_costs(), acceptance, is_cut=recording.is_copied)
         policy.matches = MatchRecord.empty(0, most)
         return policy

@@ -130,8 +130,10 @@ def test_only_the_newest_texts_are_kept(ops: ContinuationOps) -> None:
 @each_version
 def test_memory_is_fixed_from_the_start(ops: ContinuationOps) -> None:
     text = TextIndex(100, most_texts=1000)
+    arrays = (text.tokens_C, text.previous_C, text.newest_B)
     for start in range(0, 3000, 30):
         added(ops, text, list(range(start, start + 30)))
+    assert all(a is b for a, b in zip(arrays, (text.tokens_C, text.previous_C, text.newest_B), strict=True))
     assert len(text.tokens_C) == len(text.previous_C) == 100
     ops.add(text, [*range(500), END])
     assert text.tail(0) == [*range(401, 500), END]

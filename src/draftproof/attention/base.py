@@ -226,9 +226,12 @@ class PagedAttention:
         """Attention in which only these rows attend: results have one row for each."""
         return PagedAttention(self.ops, self.backend, self.cache, self.rows, rows_M)
 
-    def attending(self, x_TX: Tensor) -> Tensor:
-        """Those of the pass's rows that attend."""
-        return x_TX if self.only_M is None else self.ops.gather(x_TX, self.only_M)
+    def attending(self, x: Tensor) -> Tensor:
+        """The rows of x [T, ...] that attend."""
+        if self.only_M is None:
+            return x
+        num_rows, *rest = x.shape
+        return self.ops.gather(x.reshape(num_rows, -1), self.only_M).view(-1, *rest)
 
     def __call__(self, layer: int, qkv_TX: Tensor, spec: AttentionSpec) -> Tensor:
         """qkv_TX [T, (num_heads + 2 * num_kv_heads) * D] -> [T, num_heads * D]; no v if keys are the values."""
@@ -254,8 +257,7 @@ class PagedAttention:
     def _attend_own(self, layer: int, q_THD: Tensor, spec: AttentionSpec) -> Tensor:
         if self.rows.whole is not None and spec.window:
             return self._attend_grouped(layer, q_THD, self.rows.whole, spec)
-        if self.only_M is not None:
-            q_THD = self._taken(q_THD, self.only_M)
+        q_THD = self.attending(q_THD)
         if self._own is None:
             self._own = self.backend.plan(self._own_rows())
         return self._own.attend(q_THD, spec, self.cache.layers[layer])
@@ -267,12 +269,7 @@ class PagedAttention:
             seen_T = seen_T + whole.more_T
         if self.only_M is None:
             return QueryRows(rows.slots_T, seen_T, rows.max_query_len)
-        return QueryRows(self._taken(rows.slots_T, self.only_M), self._taken(seen_T, self.only_M))
-
-    def _taken(self, x: Tensor, rows_M: Tensor) -> Tensor:
-        """The given rows of x [T, ...]."""
-        num_rows, *rest = x.shape
-        return self.ops.gather(x.reshape(num_rows, -1), rows_M).view(-1, *rest)
+        return QueryRows(self.attending(rows.slots_T), self.attending(seen_T))
 
     def _attend_grouped(self, layer: int, q_THD: Tensor, whole: WholeRows, spec: AttentionSpec) -> Tensor:
         """Attention where rows of items see each other, in a layer with a window: one call per effective window

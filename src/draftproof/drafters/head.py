@@ -310,7 +310,8 @@ class Recurrent(Unroll):
         taps: tuple[Tensor, ...],
         carried: GivenEmbeddings | None = None,
     ) -> tuple[Tensor, ...]:
-        i, only = _Fed(*given[:5]), given[5:]
+        num_own = len(_Fed._fields)
+        i, only = _Fed(*given[:num_own]), given[num_own:]
         features_TF = self._head.features(taps)
         features_NF = None if features_TF is None else runtime.ops.gather(features_TF, i.source_N)
         whole = None if carried is None else carried.whole

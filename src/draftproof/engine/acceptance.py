@@ -26,9 +26,7 @@ POOL_MEMORY = 0.995  # weight that the past keeps with each round, if one reques
 OWN_MEMORY = 0.95  # weight that a request's past keeps with each of its rounds
 MOST_WEIGHT = 1e6  # weight of a new round, relative to the first, at which weights are rescaled
 POOL_WEIGHT = 4.0  # weight of a prior, in trials
-# The same for whether a model's drafts are accepted. The first tokens of an output are harder to draft than later ones,
-# so what the first rounds show must not end drafting. Lookups are also learned from without verifying.
-MODEL_WEIGHT = 10.0
+MODEL_WEIGHT = 10.0  # see `acceptance_of`
 OWN_WEIGHT = 6.0
 # Weight that the past keeps with each step without drafts: estimates return to the prior, so drafting is tried again.
 POOL_FADING = 0.98
@@ -283,3 +281,10 @@ class Acceptance:
         record.asked = OWN_MEMORY * record.asked + 1.0
         record.given = OWN_MEMORY * record.given + float(num_given > 0)
         record.last_asked, record.last_given = num_asked, num_given
+
+
+def acceptance_of(num_drafts: int, *, has_kv: bool) -> Acceptance:
+    """What is expected of a new drafter. With a model (`has_kv`) the prior of acceptance counts for more: the first
+    tokens of an output are harder to draft than later ones, so what the first rounds show must not end drafting.
+    Lookups are also learned from without verifying."""
+    return Acceptance(num_drafts, prior_weight=MODEL_WEIGHT if has_kv else POOL_WEIGHT)

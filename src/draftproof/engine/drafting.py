@@ -147,7 +147,7 @@ class Drafting:
         self._last_result = now
         is_ahead = self._runner.async_depth > 0
         is_late = is_ahead and flight.start > before
-        is_typical = self._is_typical(flight)
+        is_typical = self._count(flight)
         if not self._runner.num_drafts or not was_wanted or is_late or flight.pending.is_warming:
             return
         if flight.has_prompts:
@@ -165,8 +165,8 @@ class Drafting:
             flight.outcome(results, seconds, host_seconds, draft_seconds, is_typical=is_typical)
         )
 
-    def _is_typical(self, flight: InFlightStep) -> bool:
-        """Whether the time of this finished step says how long such steps take. To be called for every step."""
+    def _count(self, flight: InFlightStep) -> bool:
+        """Count a finished step. Returns whether its time says how long such steps take."""
         self._num_since_prompts = 0 if flight.has_prompts else self._num_since_prompts + 1
         self._num_left_out += 1
         if self._runner.async_depth or self._num_since_prompts > AFTER_PROMPTS:

@@ -2,8 +2,8 @@
 
 Every operator is row-safe (law 2): every bit of a row's output depends only on that row's inputs, not on how many rows
 share the call, nor on the number of threads; those that only draft, `continuation` and `confidence`, also read what
-they were told before. Each operator has a folder, whose `__init__.py` defines its interface and
-registers its versions. The versions are chosen once per process and passed on as an argument.
+they were told before. Each operator has a folder, whose `__init__.py` defines its interface and registers its versions.
+The versions are chosen once per process and passed on as an argument.
 """
 
 from __future__ import annotations

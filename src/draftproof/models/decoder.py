@@ -169,7 +169,8 @@ class Decoder:
             layers = self._layer_inputs(own_T, residual_TH)
         for i, layer in enumerate(layers):
             if only_M is not None and layer is layers[-1]:
-                attn, residual_TH = attn.only(only_M), self._gather(residual_TH, only_M)
+                attn = attn.only(only_M)
+                residual_TH = attn.attending(residual_TH)
             x_TH, residual_TH = layer(x_TH, residual_TH, attn)
             x_TH, residual_TH = self._norms[i + 1].add(x_TH, residual_TH)
             tapped_TH = residual_TH

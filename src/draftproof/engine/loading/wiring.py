@@ -14,7 +14,7 @@ from draftproof.config import EngineConfig
 from draftproof.drafters.base import Drafter, DraftRuntime, KnownTokens, RoundSize
 from draftproof.drafters.contained import DrafterError
 from draftproof.engine import profile, reporting
-from draftproof.engine.acceptance import MODEL_WEIGHT, POOL_WEIGHT, Acceptance
+from draftproof.engine.acceptance import acceptance_of
 from draftproof.engine.core import EngineCore
 from draftproof.engine.costs import levels_of
 from draftproof.engine.drafting import can_compare
@@ -229,8 +229,7 @@ def _policy(base: Base, drafters: Drafters, runner: ModelRunner) -> Policy:
         "exact": base.config.exact,
     }
     costs = profile.costs_of(StepMeter(runner), drafters.levels, identity, native.default_cache_dir())
-    prior_weight = MODEL_WEIGHT if runner.drafter_has_kv else POOL_WEIGHT
-    acceptance = Acceptance(drafters.num_drafts, prior_weight=prior_weight)
+    acceptance = acceptance_of(drafters.num_drafts, has_kv=runner.drafter_has_kv)
     return AutoPolicy(costs, acceptance, is_cut=can_compare(runner) and runner.drafter_estimates)
 
 
