@@ -22,8 +22,9 @@ from draftproof.runtime.store import Store
 SECONDS = 2.0  # time limit of a profile; the indispensable sizes are run once even beyond it
 SECONDS_AGAIN = 0.5  # time limit of measuring the smallest sizes again; the last round ends beyond it
 ROUNDS, IN_A_ROW = 4, 4  # rounds over all sizes; runs of a size in a row, as in serving
-# Runs before those, which bring the keys near: of 4 requests with 200 tokens each the first four steps took 2.0 ms, all
-# later ones 1.75.
+# Runs before those, which bring into the caches what such steps read. The keys: of 4 requests with 200 tokens each the
+# first four steps took 2.0 ms, all later ones 1.75. The target's weights, where other steps' drafter took their place:
+# plain steps of one request after some with drafts took 1.8, 1.7, 1.6, 1.5 ms, later ones 1.45.
 SETTLING = 4
 REQUESTS = (1, 2, 4, 8, 16, 32, 64)
 MOST_REQUESTS = 64
@@ -32,7 +33,7 @@ MOST_ROWS = 256  # rows of the largest measured size where steps are not capture
 EACH_CONTEXT, LEAST_CONTEXT = 256, 1024
 CONTEXT_REQUESTS = (4, 16, 64)  # numbers of requests that are also measured with context
 MOST_SPREAD = 1.3  # with a larger `StepCosts.spread` other programs have disturbed the profile
-VERSION = 6  # of what is measured: profiles of other versions are not used
+VERSION = 7  # of what is measured: profiles of other versions are not used
 LEVELS = (1, 2, 3, 5, 8, 12, 16, 24, 32, 48, 64)
 CAPTURED_LEVELS = (1, 3, 5, 8, 16, 32, 64)  # fewer, since each is a graph for every number of requests
 
@@ -116,18 +117,25 @@ def measure(runner: Measured, costs: StepCosts, clock: Callable[[], float] = tim
             if clock() > end and (number or size not in indispensable):
                 continue
             prepared = 0 if number else OFTEN  # the first runs of a size prepare it
-            prepared += SETTLING if size.context else 0
+            prepared += _num_settling(size)
             # a single run says nothing of its spread
-            runs = [runner.measure(size) for _ in range(max(IN_A_ROW, prepared + 2))]
+            num_runs = max(_num_settling(size) + IN_A_ROW, prepared + 2)
+            runs = [runner.measure(size) for _ in range(num_runs)]
             found.setdefault(size, []).extend(runs[prepared:])
     end = clock() + SECONDS_AGAIN
     smallest = [size for size in sizes if size.num_requests == sizes[0].num_requests]
     for _ in range(ROUNDS):
         if clock() <= end:  # all of them or none: none is to have an advantage
             for size in smallest:
-                found[size] += [runner.measure(size) for _ in range(IN_A_ROW)]
+                runs = [runner.measure(size) for _ in range(_num_settling(size) + IN_A_ROW)]
+                found[size] += runs[-IN_A_ROW:]
     _take({size: _usual(runs) for size, runs in found.items()}, runner.on_device, costs)
     costs.spread = statistics.median(map(_spread, found.values()))
+
+
+def _num_settling(size: StepSize) -> int:
+    """Number of a size's runs that do not count, each time before some that do."""
+    return SETTLING if size.context or not size.num_drafts else 0
 
 
 def _usual(runs: Sequence[tuple[float, float]]) -> tuple[float, float]:
