@@ -35,6 +35,7 @@ from draftproof.engine.policy import (
     INCOME,
     MOST_KEPT,
     MOST_SAVED,
+    MOST_TAKEN,
     MOST_WAITING,
     PATIENCE,
     ROUNDS_KEPT,
@@ -482,6 +483,50 @@ def test_questions_are_answered_by_all_reports(ask: str) -> None:
     for _ in range(50):
         its.verified(one, 8, 0)
     assert its.predict(1).num_drafts == 0 if ask == "predict" else not its.will_draft(one, 0)
+
+
+def ready_for_one() -> AutoPolicy:
+    """A policy that has chosen twice for one request, so the choice for the next one is made; a report waits."""
+    its, one = policy(0.9, row=0.005, step=0.01), request(4)
+    its.savings = MOST_SAVED
+    assert its.will_draft(one, 0)
+    for _ in range(ROUNDS_KEPT):
+        its.choose([one], 0)
+        its.proposed(one, 8, 8)
+        its.verified(one, 8, 8)
+    its.choose([one], 0)
+    its.verified(one, 8, 8)
+    assert its._reports and not its._kept.is_first
+    return its
+
+
+def test_the_choice_for_a_new_request_is_made_before_it_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It knows of the first request, and takes in no reports."""
+    its, other = ready_for_one(), request(4, 1)
+    assert its._ready.num_taken == 2 * ROUNDS_KEPT
+    with monkeypatch.context() as patched:
+        patched.setattr(Chooser, "best", None)
+        assert its.will_draft(other, 0) and its.choose([other], 0) == [8]
+        assert its._reports and its._kept.asked == [other] and its._kept.is_first
+    its.verified(other, 8, 8)  # savings are of earlier steps, so no report waits for the next choice
+    assert not its._reports
+
+
+@pytest.mark.parametrize("changed", ["others", "savings", "age", "rarity"])
+def test_a_choice_made_ready_holds_only_for_what_it_was_made_for(changed: str) -> None:
+    its, num_others = ready_for_one(), 0
+    if changed == "others":
+        num_others = 1
+    elif changed == "savings":
+        its.savings = 0.01
+    elif changed == "age":
+        its._num_taken += MOST_TAKEN + 1
+    else:
+        for _ in range(40):
+            its.acceptance.count_given(AcceptanceRecord(), 8, 0)
+    made = its._ready
+    its.will_draft(request(4, 1), num_others)
+    assert its._ready is not made and its._ready.num_requests == 1 + num_others and not its._reports
 
 
 def test_few_reports_wait_while_nothing_is_chosen() -> None:

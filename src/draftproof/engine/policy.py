@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from draftproof.engine.acceptance import Acceptance
+from draftproof.engine.acceptance import Acceptance, RequestClass
 from draftproof.engine.costs import StepCosts, StepOutcome
-from draftproof.engine.draft_choice import Chooser, DraftChoice
+from draftproof.engine.draft_choice import RISKED_ON_MANY, Chooser, DraftChoice
 from draftproof.engine.interface import RowPrice
 from draftproof.engine.progress import Progress
 from draftproof.engine.shadows import Comparison
@@ -48,6 +48,7 @@ SHADOWS_EVERY = 4  # drafts of the same requests are later compared in one of so
 # and where text repeats the next pass gets it about as cheaply.
 PATIENCE = 0.75
 MOST_WAITING = 256  # reports that wait to be taken in, at most: nothing is chosen while no request can draft
+MOST_TAKEN = 256  # reports taken in after which the choice for new requests is made again
 MOST_TOKENS = 256  # output length that a new request is expected to have at most: limits are seldom reached
 
 
@@ -177,6 +178,15 @@ class Kept:
             self.is_over = True
 
 
+@dataclass(frozen=True, slots=True)
+class ReadyChoice:
+    """A choice for `num_requests` new requests, made when `num_taken` reports had been taken in."""
+
+    num_requests: int
+    choice: DraftChoice
+    num_taken: int
+
+
 @dataclass(slots=True)
 class AutoPolicy:
     """Chooses the numbers of drafts with which requests are soonest done, by measured costs and acceptance.
@@ -185,7 +195,8 @@ class AutoPolicy:
     by what they gain, and limit what the next step may risk.
 
     Reports are taken in together where they can wait: between two steps a model's weights pass through the caches, so
-    the first computation after a step takes several times as long as those that follow it.
+    the first computation after a step takes several times as long as those that follow it. And the choice for requests
+    that are new is made in advance: until a first prompt is launched, a device waits for it.
     """
 
     costs: StepCosts
@@ -195,6 +206,8 @@ class AutoPolicy:
     chooser: Chooser = field(init=False)
     _context: int = 0  # tokens of all requests, in the last step
     _kept: Kept | None = None
+    _ready: ReadyChoice | None = None
+    _num_taken: int = 0  # reports that were taken in
     _num_unobserved: int = 0  # steps since one has corrected the costs
     _until_shadows: int = 0  # steps until requests without drafts have shadow drafts, too
     _first_shadow: list[int] = field(
@@ -222,24 +235,69 @@ class AutoPolicy:
             return []
         kept = self._kept
         if kept is None or kept.is_over or not kept.is_for(asked, num_others):
-            start = time.perf_counter()
-            self._let_go()
-            kept = self._kept = self._choice_for(asked, num_others, before=kept)
-            self._choosing_seconds = time.perf_counter() - start
+            kept = self._kept = self._next(asked, num_others, before=kept)
         kept.count_step()
         return kept.num_drafts
 
-    def _choice_for(self, asked: list[Progress], num_others: int, before: Kept | None) -> Kept:
+    def _next(self, asked: list[Progress], num_others: int, before: Kept | None) -> Kept:
+        """The choice to keep from now on, instead of the one `before`."""
         self.acceptance.decode_together(len(asked) + num_others)
+        if not num_others and _are_new(asked, before):
+            ready = self._made_ready(len(asked))
+            if ready is not None:  # reports wait for the next choice, which is made while a step runs
+                self._let_go()
+                return self._kept_for(asked, 0, [self.acceptance.unknown] * len(asked), ready, before)
+        start = time.perf_counter()
+        self._settle()
+        self._let_go()
+        kept = self._choice_for(asked, num_others, before)
+        self._choosing_seconds = time.perf_counter() - start
+        if before is not None and before.is_first and not kept.is_first and self._ready is not None:
+            self._make_ready(self._ready.num_requests)
+        return kept
+
+    def _made_ready(self, num_requests: int) -> DraftChoice | None:
+        """The choice for so many new requests, if it is made and still holds."""
+        ready = self._ready
+        if ready is None or ready.num_requests != num_requests:
+            return None
+        choice = ready.choice
+        is_known = choice.num_drafts.keys() == {
+            self.acceptance.unknown
+        }  # with drafts, and for what is now expected
+        is_safe = choice.risk <= STAKE * RISKED_ON_MANY * self.savings
+        is_fresh = self._num_taken - ready.num_taken <= MOST_TAKEN
+        return choice if is_known and is_safe and is_fresh else None
+
+    def _make_ready(self, num_requests: int) -> DraftChoice:
+        counts = {self.acceptance.unknown: num_requests}
+        choice = self.chooser.best(counts, context=self._context, stake=STAKE * self.savings)
+        self._ready = ReadyChoice(num_requests, choice, self._num_taken)
+        return choice
+
+    def _choice_for(self, asked: list[Progress], num_others: int, before: Kept | None) -> Kept:
         classes = [self.acceptance.class_of(request.record) for request in asked]
         choice = self.chooser.best(Counter(classes), num_others, self._context, STAKE * self.savings)
+        return self._kept_for(asked, num_others, classes, choice, before)
+
+    def _kept_for(
+        self,
+        asked: list[Progress],
+        num_others: int,
+        classes: Sequence[RequestClass],
+        choice: DraftChoice,
+        before: Kept | None,
+    ) -> Kept:
+        """This choice, for as many steps as it is worth keeping. `classes`: of each request."""
         num_drafts = [choice.num_drafts.get(its_class, 0) for its_class in classes]
         num_steps = ROUNDS_KEPT if choice.num_drafts else TOLD_KEPT * PLAIN_EVERY
         share = CHOOSING_SHARE_IF_CUT if self.is_cut else CHOOSING_SHARE
         enough = self._choosing_seconds / (share * choice.seconds) / num_steps
         is_first = before is None or not before.is_for(asked, num_others)  # then little is known of some
         longer = max(1, min(round(enough / 2), FIRST_KEPT) if is_first else min(round(enough), MOST_KEPT))
-        may_wait = bool(choice.num_drafts) and self.savings - longer * num_steps * choice.worst >= ALLOWANCE
+        is_settled = not self._reports and not self._steps  # else `savings` are of earlier steps
+        is_affordable = self.savings - longer * num_steps * choice.worst >= ALLOWANCE
+        may_wait = bool(choice.num_drafts) and is_settled and is_affordable
         return Kept(asked, num_others, num_drafts, choice, is_first, longer, may_wait)
 
     def _report(self, take: Callable[..., None], *given: Any) -> None:
@@ -255,6 +313,7 @@ class AutoPolicy:
     def _settle(self) -> None:
         """Take in all reports."""
         reports, self._reports = self._reports, []
+        self._num_taken += len(reports)
         for take, given in reports:
             take(*given)
         steps, self._steps = self._steps, []
@@ -263,8 +322,7 @@ class AutoPolicy:
             self._take_steps(steps)
 
     def _let_go(self) -> None:
-        """Take in all reports and drop the kept choice. What is known of requests that got no drafts under it fades."""
-        self._settle()
+        """Drop the kept choice. What is known of requests that got no drafts under it fades."""
         kept, self._kept = self._kept, None
         if kept is None:
             return
@@ -318,11 +376,11 @@ class AutoPolicy:
         return RowPrice(choice.tokens * of_others, patience * seconds / each)
 
     def will_draft(self, request: Progress, num_others: int, num_lost: int = 0) -> bool:
-        self._settle()
         num_requests = 1 + num_others  # all assumed to be like this one
-        choice = self.chooser.best(
-            {self.acceptance.unknown: num_requests}, context=self._context, stake=STAKE * self.savings
-        )
+        choice = self._made_ready(num_requests)
+        if choice is None:
+            self._settle()
+            choice = self._make_ready(num_requests)
         if not choice.num_drafts:
             return False
         plain = self.costs.plain(num_requests, self._context) / num_requests
@@ -380,3 +438,9 @@ class AutoPolicy:
                     longer[size] = self.costs.step(*size, step.context) / plain
                 gained = num_steps * (step.num_tokens / step.num_requests - longer[size])
             self.savings = min(MOST_SAVED, max(0.0, self.savings + gained))
+
+
+def _are_new(asked: Sequence[Progress], before: Kept | None) -> bool:
+    """Whether nothing is known of any of these requests, nor waits among the reports."""
+    seen = {id(request) for request in before.asked} if before is not None else set()
+    return not any(id(request) in seen or request.record.last_asked for request in asked)
