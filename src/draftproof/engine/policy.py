@@ -241,12 +241,11 @@ class AutoPolicy:
 
     def _next(self, asked: list[Progress], num_others: int, before: Kept | None) -> Kept:
         """The choice to keep from now on, instead of the one `before`."""
-        self.acceptance.decode_together(len(asked) + num_others)
         if not num_others and _are_new(asked, before):
             ready = self._made_ready(len(asked))
             if ready is not None:  # reports wait for the next choice, which is made while a step runs
                 self._let_go()
-                return self._kept_for(asked, 0, [self.acceptance.unknown] * len(asked), ready, before)
+                return self._kept_for(asked, 0, [self.acceptance.unknown] * len(asked), ready, is_first=True)
         start = time.perf_counter()
         self._settle()
         self._let_go()
@@ -262,9 +261,8 @@ class AutoPolicy:
         if ready is None or ready.num_requests != num_requests:
             return None
         choice = ready.choice
-        is_known = choice.num_drafts.keys() == {
-            self.acceptance.unknown
-        }  # with drafts, and for what is now expected
+        # it has drafts, and is for what is now expected
+        is_known = choice.num_drafts.keys() == {self.acceptance.unknown}
         is_safe = choice.risk <= STAKE * RISKED_ON_MANY * self.savings
         is_fresh = self._num_taken - ready.num_taken <= MOST_TAKEN
         return choice if is_known and is_safe and is_fresh else None
@@ -278,7 +276,8 @@ class AutoPolicy:
     def _choice_for(self, asked: list[Progress], num_others: int, before: Kept | None) -> Kept:
         classes = [self.acceptance.class_of(request.record) for request in asked]
         choice = self.chooser.best(Counter(classes), num_others, self._context, STAKE * self.savings)
-        return self._kept_for(asked, num_others, classes, choice, before)
+        is_first = before is None or not before.is_for(asked, num_others)
+        return self._kept_for(asked, num_others, classes, choice, is_first=is_first)
 
     def _kept_for(
         self,
@@ -286,14 +285,16 @@ class AutoPolicy:
         num_others: int,
         classes: Sequence[RequestClass],
         choice: DraftChoice,
-        before: Kept | None,
+        *,
+        is_first: bool,
     ) -> Kept:
-        """This choice, for as many steps as it is worth keeping. `classes`: of each request."""
+        """This choice, for as many steps as it is worth keeping. `classes`: of each request; `is_first`: for these
+        requests, so that little is known of some."""
+        self.acceptance.decode_together(len(asked) + num_others)
         num_drafts = [choice.num_drafts.get(its_class, 0) for its_class in classes]
         num_steps = ROUNDS_KEPT if choice.num_drafts else TOLD_KEPT * PLAIN_EVERY
         share = CHOOSING_SHARE_IF_CUT if self.is_cut else CHOOSING_SHARE
         enough = self._choosing_seconds / (share * choice.seconds) / num_steps
-        is_first = before is None or not before.is_for(asked, num_others)  # then little is known of some
         longer = max(1, min(round(enough / 2), FIRST_KEPT) if is_first else min(round(enough), MOST_KEPT))
         is_settled = not self._reports and not self._steps  # else `savings` are of earlier steps
         is_affordable = self.savings - longer * num_steps * choice.worst >= ALLOWANCE
