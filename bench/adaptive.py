@@ -6,9 +6,11 @@
     PYTHONPATH=src:. python bench/adaptive.py --shape 8b --rates 0.3,0.6,0.8,0.9 --batches 1,4,16,64 --waves 1
     PYTHONPATH=src:. python bench/adaptive.py --matrix cpu --jobs 1   # all cells shown for a CPU
 
-All of them take turns. A turn has batch size times --waves requests: with one wave the slowest request of each turn
-ends alone, with several its slot is reused, as in a server. The best fixed number is chosen on the even turns and
-compared on the odd ones. `new` is adaptive with all estimates reset before each turn, as in a new engine. A cell fails
+All of them take turns, in a random order. A turn has batch size times --waves requests: with one wave the slowest
+request of each turn ends alone, with several its slot is reused, as in a server. The first turn of each is a warm-up
+and is not counted: new shapes are recorded, and `auto` is an engine in service. `new` is adaptive with all estimates
+reset before each turn, as in a new engine. The best fixed number is chosen on the even turns and compared on the odd
+ones. A cell fails
 if the upper end of the 90 % interval of a ratio lies below its bound: 0.95 of the best fixed number, 0.97 of plain
 decoding. Exit status 1 if a cell fails or an output differs.
 
@@ -210,21 +212,21 @@ class Bench:
         self, ways: list[Way], fixed: Sequence[Way], batch: int, prompts: Ids, noise: Ids | None
     ) -> int:
         """Run the turns; returns the number of turns of all ways except dropped fixed numbers."""
-        num, start = batch * self.waves, time.perf_counter()
+        num, start, order = batch * self.waves, time.perf_counter(), random.Random(0)
         for number in range(self.num_turns):
             is_late = time.perf_counter() - start > self.seconds
             if is_late and number >= FEWEST_TURNS and noise is None:
                 return number
             is_noise = noise is not None and number * 3 // self.num_turns == 1
             given, params = self._turn(number, num, noise if noise is not None and is_noise else prompts)
-            if number == 0 and not internals.runs_ahead(self.drafting):
-                for way in ways:  # warm-up: new shapes are recorded
+            if number == 0:
+                for way in ways:  # warm-up
                     way.run(given, params)
                 _leave_out(ways, fixed, HOPELESS**2)
                 for way in ways:
                     way.forget()
             still = [way for way in ways if len(way.seconds) == number]
-            for way in still[number % len(still) :] + still[: number % len(still)]:
+            for way in order.sample(still, len(still)):  # else each would always follow the same one
                 way.run(given, params)
             if noise is None:
                 _leave_out(still, fixed, HOPELESS)
@@ -421,6 +423,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="of each cell, about")
     parser.add_argument("--matrix", choices=matrix.NAMES, help="all cells of this kind of device")
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="of a matrix: drafters whose name contains it"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="processes of a matrix, on two cores each")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
@@ -447,7 +452,7 @@ def main() -> int:
     given = parse()
     rows: list[dict[str, Any]] = []
     if given.matrix:
-        rows = matrix.rows(given.matrix, given.jobs, sys.argv[0])
+        rows = matrix.rows(given.matrix, given.jobs, sys.argv[0], given.only)
     else:
         for row in cells(given):
             rows.append(row)

@@ -73,8 +73,9 @@ def processes() -> Iterator[tuple[str, list[str]]]:
                 yield f"{model}, {name}, changing text", changing
 
 
-def rows(name: str, num_jobs: int, program: str) -> list[dict[str, Any]]:
-    """The rows of all cells, `num_jobs` processes at a time, each on two cores of its own."""
+def rows(name: str, num_jobs: int, program: str, only: str = "") -> list[dict[str, Any]]:
+    """The rows of all cells, `num_jobs` processes at a time, each on two cores of its own. `only`: of processes whose
+    names contain it."""
     assert name in NAMES
     mine = sorted(os.sched_getaffinity(0))
     free: queue.Queue[set[int]] = queue.Queue()
@@ -94,7 +95,8 @@ def rows(name: str, num_jobs: int, program: str) -> list[dict[str, Any]]:
             free.put(cores)
 
     with ThreadPoolExecutor(num_jobs) as pool:
-        return [row for found in pool.map(run, processes()) for row in found]
+        chosen = [named for named in processes() if only in named[0]]
+        return [row for found in pool.map(run, chosen) for row in found]
 
 
 def _run(program: str, name: str, arguments: Sequence[str], cores: set[int]) -> list[dict[str, Any]]:
