@@ -508,8 +508,20 @@ def test_the_choice_for_a_new_request_is_made_before_it_arrives(monkeypatch: pyt
         patched.setattr(Chooser, "best", None)
         assert its.will_draft(other, 0) and its.choose([other], 0) == [8]
         assert its._reports and its._kept.asked == [other] and its._kept.is_first
-    its.verified(other, 8, 8)  # savings are of earlier steps, so no report waits for the next choice
-    assert not its._reports
+    assert not its._kept.may_wait  # savings are of earlier steps, so no step waits for the next choice
+
+
+@pytest.mark.parametrize(
+    "lasts, longer, may_wait", [(0.5, MOST_KEPT, False), (2.5, 2, True), (99, MOST_KEPT, True)]
+)
+def test_reports_wait_for_as_long_as_the_savings_last(lasts: float, longer: int, may_wait: bool) -> None:
+    """`lasts`: for how many times `ROUNDS_KEPT` steps the savings last if no draft is accepted."""
+    its, one = policy(0.9, row=0.2, step=0.1), request(4)
+    unknown, its._choosing_seconds = its.acceptance.unknown, 1e3
+    choice = its.chooser.best({unknown: 1})
+    its.savings = ALLOWANCE + lasts * ROUNDS_KEPT * choice.worst
+    kept = its._kept_for([one], 0, [unknown], choice, is_first=False)
+    assert choice.worst > 0.1 and (kept.longer, kept.may_wait) == (longer, may_wait)
 
 
 @pytest.mark.parametrize("changed", ["others", "savings", "age", "rarity"])

@@ -52,8 +52,10 @@ class Drafting:
         """Drafts to ask for after a step of these rows; 0 for a request whose prompt is not complete."""
         if not self._runner.num_drafts or self._runner.drafter_health().off:
             return Wanted([0] * len(rows))
-        able = [r for r in rows if r.num_sampled and r.request.can_draft]
-        asked = [r.request for r in able if not self._is_prompt(r) or self.will_draft(r.request)]
+        asked = [r.request for r in rows if r.num_sampled and r.request.can_draft]
+        if self._runner.drafter_has_kv:
+            prompts = {id(r.request) for r in rows if self._is_prompt(r)}
+            asked = [request for request in asked if id(request) not in prompts or self.will_draft(request)]
         num_others = len(rows) - len(asked)
         chosen = self.policy.choose(asked, num_others)
         most = _of_rows(rows, asked, chosen)
@@ -182,5 +184,10 @@ class Drafting:
 
 def _of_rows(rows: Sequence[PlannedRows], asked: Sequence[Progress], numbers: Sequence[int]) -> list[int]:
     """The numbers of drafts of `asked`, limited to what each allows, in the order of `rows`; 0 for other requests."""
-    found = {id(request): request.at_most(number) for request, number in zip(asked, numbers, strict=True)}
+    if not any(numbers):
+        return [0] * len(rows)
+    allowed = [request.at_most(number) for request, number in zip(asked, numbers, strict=True)]
+    if len(asked) == len(rows):
+        return allowed
+    found = {id(request): number for request, number in zip(asked, allowed, strict=True)}
     return [found.get(id(r.request), 0) for r in rows]

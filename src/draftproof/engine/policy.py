@@ -296,19 +296,17 @@ class AutoPolicy:
         share = CHOOSING_SHARE_IF_CUT if self.is_cut else CHOOSING_SHARE
         enough = self._choosing_seconds / (share * choice.seconds) / num_steps
         longer = max(1, min(round(enough / 2), FIRST_KEPT) if is_first else min(round(enough), MOST_KEPT))
-        is_settled = not self._reports and not self._steps  # else `savings` are of earlier steps
-        is_affordable = self.savings - longer * num_steps * choice.worst >= ALLOWANCE
-        may_wait = bool(choice.num_drafts) and is_settled and is_affordable
+        may_wait = False
+        if choice.num_drafts and not self._reports and not self._steps:  # else `savings` are of earlier steps
+            affordable = (self.savings - ALLOWANCE) / max(num_steps * choice.worst, 1e-9)
+            may_wait = affordable >= 1.0
+            longer = min(longer, int(affordable)) if may_wait else longer
         return Kept(asked, num_others, num_drafts, choice, is_first, longer, may_wait)
 
     def _report(self, take: Callable[..., None], *given: Any) -> None:
-        """Note what `take(*given)` takes in, now or later."""
+        """Note what `take(*given)` takes in before the next choice."""
         self._reports.append((take, given))
-        self._settle_unless_it_may_wait()
-
-    def _settle_unless_it_may_wait(self) -> None:
-        num_waiting = len(self._reports) + len(self._steps)
-        if self._kept is None or not self._kept.may_wait or num_waiting >= MOST_WAITING:
+        if self._kept is None or len(self._reports) >= MOST_WAITING:
             self._settle()
 
     def _settle(self) -> None:
@@ -317,6 +315,10 @@ class AutoPolicy:
         self._num_taken += len(reports)
         for take, given in reports:
             take(*given)
+        self._settle_steps()
+
+    def _settle_steps(self) -> None:
+        """Take in the reported steps."""
         steps, self._steps = self._steps, []
         if steps:
             self._context = steps[-1][0].context
@@ -411,10 +413,12 @@ class AutoPolicy:
         self.costs.observe_prompt(num_rows, draft_seconds)
 
     def finished(self, step: StepOutcome) -> None:
+        kept = self._kept
         self._steps.append((step, 1 if step.is_plain else self.report_every))
-        self._settle_unless_it_may_wait()
-        if self._kept is not None and not step.is_shadow:
-            self._kept.count_told(self.savings)
+        if kept is None or not kept.may_wait or len(self._steps) >= MOST_WAITING:
+            self._settle_steps()
+        if kept is not None and not step.is_shadow:
+            kept.count_told(self.savings)
 
     def _take_steps(self, steps: Sequence[tuple[StepOutcome, int]]) -> None:
         """Correct the costs and the savings by these steps, each of which stands for so many."""

@@ -186,8 +186,8 @@ class ModelRunner:
         items = self.items.begin(step.scheduled)
         if items is not None:  # not a function of the slots' memory alone, so it cannot be a graph
             step = replace(step, all_decode=False)
-        if self.price is not None:
-            self.price.copy_(torch.tensor(step.price))
+        if self.price is not None and not step.without_drafter:
+            self.price.numpy()[:] = step.price  # a tenth of the time that a new tensor takes
         has_processing = self.table.has_processing(s.slot for s in step.scheduled)
         processing = self.table.generation if has_processing else 0
         padded = self.shapes.padded(step)
