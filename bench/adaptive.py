@@ -53,9 +53,10 @@ from draftproof.bench import internals, workload
 from draftproof.cli.prompts import read_file
 from draftproof.drafters import recordings
 from draftproof.drafters.replay import ReplayDrafter
-from draftproof.engine.acceptance import Acceptance
+from draftproof.engine.chain_policy import ChainPolicy
 from draftproof.engine.costs import StepOutcome
-from draftproof.engine.policy import AutoPolicy, FixedPolicy, Policy
+from draftproof.engine.policy import AutoPolicy, FixedPolicy, Parts, Policy
+from draftproof.engine.progress import Progress
 
 PLAIN_BOUND, FIXED_BOUND, RULES_BOUND = 0.97, 0.95, 1.0
 RESAMPLES = 2000
@@ -65,9 +66,18 @@ Ids = list[list[int]]
 
 
 class Told(FixedPolicy):
-    """Always K drafts for each request, and every step is reported."""
+    """Always K drafts for each request, and every step is reported. `of_lookups`: of a chain's lookups alone."""
 
     report_every = 1
+
+    def __init__(self, num_drafts: int, *, of_lookups: bool = False) -> None:
+        super().__init__(num_drafts)
+        self._of_lookups = of_lookups
+
+    def choose(self, asked: list[Progress], num_others: int) -> list[int]:
+        chosen = super().choose(asked, num_others)
+        self.parts = Parts(chosen, [0] * len(asked)) if self._of_lookups else None
+        return chosen
 
 
 @dataclass
@@ -158,14 +168,14 @@ class Bench:
     learned: list[Tensor] | None = None  # by `auto`'s drafter, while `new` runs
 
     def cell(
-        self, name: str, batch: int, prompts: Ids, accepted: Acceptance, noise: Ids | None = None
+        self, name: str, batch: int, prompts: Ids, asked: internals.Asking, noise: Ids | None = None
     ) -> dict[str, Any]:
         """Measure all ways over the prompts, with fresh policies; for a changing workload also over `noise`.
-        `accepted`: known acceptance for these prompts."""
+        `asked`: knows the acceptance for these prompts."""
         engine = self.drafting.core
         engine.policy = auto = copy.deepcopy(self.new)
-        assert isinstance(auto, AutoPolicy)
-        levels = auto.costs.levels
+        assert isinstance(auto, AutoPolicy | ChainPolicy)
+        levels = auto.levels
         most = levels[-1]
         fixed = [Way(f"K={k}", self.drafting, partial(FixedPolicy, k)) for k in levels[1:]]
         table = table_up_to(most)
@@ -194,7 +204,11 @@ class Bench:
         best_of = [way for way in fixed if way in ways]
         judged = self._judge(ways, best_of, rules, is_changing=noise is not None)
         context = batch * (statistics.mean(map(len, prompts)) + self.num_tokens / 2)
-        prediction = AutoPolicy(auto.costs, accepted).predict(batch, int(context))
+        knowing = internals.knowing(auto, asked)
+        prediction = knowing.predict(batch, int(context))
+        of_lookups = (
+            isinstance(knowing, ChainPolicy) and knowing.lookups.predict(batch, int(context)) == prediction
+        )
         row = {
             "cell": name,
             "batch": batch,
@@ -203,7 +217,9 @@ class Bench:
             "same": all(way.outputs == tried[0].outputs[: len(way.outputs)] for way in tried),
             "predicted_k": prediction.num_drafts,
             "predicted": prediction.speedup,
-            "measured": self._speedup(prediction.num_drafts, num_turns, batch, prompts),
+            "measured": self._speedup(
+                partial(Told, prediction.num_drafts, of_lookups=of_lookups), num_turns, batch, prompts
+            ),
         }
         self.rows.append(row)
         return row
@@ -238,9 +254,9 @@ class Bench:
         given = workload.cycled(source[start % len(source) :] + source, num_requests)
         return given, [self._params(start + i) for i in range(num_requests)]
 
-    def _speedup(self, num_drafts: int, num_turns: int, batch: int, prompts: Ids) -> float:
-        """How much faster decoding is with so many drafts than with none."""
-        ways = [Way(f"K={k}", self.drafting, partial(Told, k)) for k in (num_drafts, 0)]
+    def _speedup(self, told: Callable[[], Policy], num_turns: int, batch: int, prompts: Ids) -> float:
+        """How much faster decoding is with these drafts than with none."""
+        ways = [Way("drafted", self.drafting, told), Way("plain", self.drafting, partial(Told, 0))]
         for number in range(num_turns):
             given, params = self._turn(number, batch * self.waves, prompts)
             for way in ways:
@@ -262,15 +278,15 @@ class Bench:
             self.learned = None
         return auto
 
-    def asked(self, prompts: Ids) -> Acceptance:
-        """Measure the acceptance for these prompts, always with the maximum of drafts. The second time counts: a
-        drafter that keeps texts knows these ones then, as it does in the turns."""
+    def asked(self, prompts: Ids) -> internals.Asking:
+        """A policy that has measured the acceptance for these prompts, always with the maximum of drafts. The second
+        time counts: a drafter that keeps texts knows these ones then, as it does in the turns."""
         params = [self._params(i) for i in range(len(prompts))]
         for _ in range(2):
             self.drafting.core.policy = copy.deepcopy(self.new)
             self.drafting.core.policy = asker = internals.asking_anyway(self.drafting)
             Way("asking", self.drafting).run(prompts, params)
-        return asker.acceptance
+        return asker
 
     def _params(self, seed: int) -> SamplingParams:
         return SamplingParams(

@@ -287,7 +287,7 @@ class Turn:
         request.num_drafts = min(num_drafts, number)
         if not num_asked or bool(shadows) != self._compares:
             return
-        self._policy.proposed(progress, num_asked, num_drafts)
+        self._policy.proposed(progress, num_asked, num_drafts, is_model=not self._compares)
         if shadows and num_drafts:
             num_right = min(found.num_right, num_drafts)
             self._policy.compared(

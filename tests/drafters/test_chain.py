@@ -11,10 +11,19 @@ from draftproof import LLM, EngineConfig, RequestOutput, SamplingParams, assets
 from draftproof.attention.reference import REFERENCE
 from draftproof.bench import internals
 from draftproof.cache.pool import KVShape, PagedCache
-from draftproof.drafters.base import Drafter, DraftRuntime, DraftSpec, Proposal, Verified, no_proposal
+from draftproof.drafters.base import (
+    Drafter,
+    DraftRuntime,
+    DraftSpec,
+    Proposal,
+    RoundSize,
+    Verified,
+    no_proposal,
+)
 from draftproof.drafters.chain import EXPECTED, ChainDrafter, Record
 from draftproof.drafters.sandbox import DrafterSandbox
 from draftproof.kernels.ops import TORCH
+from draftproof.models.cost import Cost
 from draftproof.runtime.graphs import EAGER, Recorded
 
 PROMPTS = ["def add(a, b):", "import os\n" * 6, "class A"]
@@ -365,3 +374,36 @@ def test_only_members_that_a_request_names_propose_for_it() -> None:
         assert proposers(made, a_round([1, 1], [1, 1])) == [2, 1]
         made.admit(0, [], 0)
         assert proposers(made, a_round([1, 1], [1, 1])) == [1, 1], "who takes the slot next may have all"
+
+
+class Model(Says):
+    """Runs a model, and keeps keys."""
+
+    def __init__(self, number: int, width: int) -> None:
+        super().__init__(number, width)
+        self.spec = DraftSpec(host_tokens=True, kv=(KVShape(heads=1, head_dim=8),))
+
+    def cost(self, size: RoundSize) -> Cost:
+        return Cost(bytes=1)
+
+
+def test_members_with_a_model_make_no_more_drafts_than_allowed() -> None:
+    lookup, model = Says(1, 3, silent=(0,)), Model(2, 3)
+    made = chain(lookup, model)
+    made.limit_models([0, 1], 2, are_shown=True)
+    assert made.propose(a_round([1, 1], [1, 1]), 3).count_R.tolist() == [2, 3]
+    assert model.asked == [[2, 0]]
+    made.limit_models([0, 1], None, are_shown=True)
+    assert made.propose(a_round([1, 1], [1, 1]), 3).count_R.tolist() == [3, 3]
+
+
+def test_members_with_a_model_that_missed_rows_are_not_asked_until_the_slot_is_taken_again() -> None:
+    lookup, model = Says(1, 3, silent=(0,)), Model(2, 3)
+    made = chain(lookup, model)
+    made.limit_models([0, 1], 0, are_shown=False)
+    assert made.propose(a_round([1, 1], [1, 1]), 3).count_R.tolist() == [0, 3] and not model.asked
+    made.limit_models([0, 1], 3, are_shown=True)
+    assert made.propose(a_round([1, 1], [1, 1]), 3).count_R.tolist() == [0, 3]
+    assert not model.asked, "it has seen no row of either"
+    made.admit(0, [5], 0)
+    assert made.propose(a_round([1, 1], [1, 1]), 3).count_R.tolist() == [3, 3] and model.asked == [[3, 0]]

@@ -52,7 +52,8 @@ class FakeRunner:
     """Its next token is the length of the text so far; half of its drafts are right. `before` sees each step first."""
 
     vocab_size = max_model_len = 1000
-    drafter_has_kv = drafter_may_rest = drafter_is_lookup = True
+    drafter_has_kv = drafter_may_rest = True
+    lookups, is_divided = frozenset({0}), False
     drafter_estimates = False
     most_forced = 0
     drafter_names = ("first", "second")
@@ -615,7 +616,7 @@ class Told(FixedPolicy):
         self.rounds: list[tuple[int, int]] = []
         self.given: list[tuple[int, int]] = []
 
-    def proposed(self, request: Progress, num_asked: int, num_drafts: int) -> None:
+    def proposed(self, request: Progress, num_asked: int, num_drafts: int, *, is_model: bool) -> None:
         self.given.append((num_asked, num_drafts))
 
     def verified(self, request: Progress, num_drafted: int, num_accepted: int) -> None:

@@ -155,12 +155,14 @@ def test_a_step_is_what_its_vector_says() -> None:
         fresh_blocks=[11, 12],
         scheduled=[ScheduledRequest(2, 1, 2, 1, 3, 0, (0, 1), 2), ScheduledRequest(0, 7, 4, 4)],
         all_decode=False,
+        without_models=True,
+        most_model_drafts=5,
         price=RowPrice(0.25, 3.5),
         masks=[b"\x01\x00\x00\xff" * 2, b""],
         forced=[(2, 5, [7, 8])],
     )
     assert step_vector.unpack(step_vector.pack(step)) == step
-    assert step_vector.pack(StepInput(released=[3])) == [1, 3, *[0] * 10]
+    assert step_vector.pack(StepInput(released=[3])) == [1, 3, *[0] * 7, -1, *[0] * 4]
 
 
 @pytest.mark.skipif(native.load() is None, reason="nothing is recorded without the compiled operators")

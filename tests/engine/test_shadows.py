@@ -78,7 +78,7 @@ class Comparing(FixedPolicy):
     def shadows(self, chosen: Sequence[int], num_others: int) -> list[int]:
         return list(self.num_shadows[: len(chosen)])
 
-    def proposed(self, request: Progress, num_asked: int, num_drafts: int) -> None:
+    def proposed(self, request: Progress, num_asked: int, num_drafts: int, *, is_model: bool) -> None:
         self.given.append((num_asked, num_drafts))
 
     def verified(self, request: Progress, num_drafted: int, num_accepted: int) -> None:
@@ -157,7 +157,7 @@ def test_drafts_of_a_request_that_is_not_compared_are_all_verified() -> None:
 NOT_COMPARED = {
     "drafter_has_kv": True,
     "drafter_may_rest": False,
-    "drafter_is_lookup": False,
+    "lookups": frozenset(),
     "async_depth": 1,
 }
 
@@ -238,7 +238,7 @@ def test_a_step_may_take_long_if_counts_vouch_for_its_tokens(buckets: tuple[int,
     its.savings = 2.0
 
     def drafts() -> int:
-        choice = its.chooser.best({its.acceptance.class_of(one.record): 1}, stake=STAKE * its.savings)
+        choice = its.chooser.best({its.acceptance.class_of(one.records[0]): 1}, stake=STAKE * its.savings)
         return max(choice.num_drafts.values(), default=0)
 
     assert 0 <= drafts() < 8, "by what is expected alone"
@@ -246,7 +246,7 @@ def test_a_step_may_take_long_if_counts_vouch_for_its_tokens(buckets: tuple[int,
         its.proposed(one, 8, 8)
         its.verified(one, 8, 8)
     assert drafts() == 8
-    choice = its.chooser.best({its.acceptance.class_of(one.record): 1}, stake=STAKE * its.savings)
+    choice = its.chooser.best({its.acceptance.class_of(one.records[0]): 1}, stake=STAKE * its.savings)
     assert choice.risk == 0.0
 
 
@@ -292,7 +292,7 @@ def test_a_drafters_time_is_reported_if_it_is_a_lookup(
     """A chain's time depends on which member drafts."""
     heard = list[StepOutcome]()
     runner = FakeRunner(3)
-    runner.drafter_is_lookup, runner.drafter_has_kv = is_lookup, False
+    runner.lookups, runner.drafter_has_kv = frozenset({0} if is_lookup else ()), False
     monkeypatch.setattr(Pending, "draft_seconds", 0.5)
     engine = core(runner)
     engine.policy = FixedPolicy(3)

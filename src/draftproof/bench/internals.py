@@ -21,6 +21,7 @@ from draftproof.drafters.ngram import NgramDrafter
 from draftproof.drafters.replay import ReplayDrafter
 from draftproof.drafters.sandbox import DrafterSandbox
 from draftproof.engine.acceptance import Acceptance
+from draftproof.engine.chain_policy import ChainPolicy
 from draftproof.engine.interface import ScheduledRequest
 from draftproof.engine.policy import AutoPolicy, FixedPolicy, Policy
 from draftproof.engine.progress import Progress
@@ -342,6 +343,9 @@ class AskingAnyway(AutoPolicy):
         return True
 
 
+Asking = AskingAnyway | ChainPolicy  # a chain policy of two that ask anyway
+
+
 def matches(llm: LLM) -> list[Tensor]:
     """A copy of what an n-gram drafter has learned of its drafts; empty for other drafters."""
     drafter = drafter_of(llm)
@@ -357,8 +361,25 @@ def set_matches(llm: LLM, learned: Sequence[Tensor]) -> None:
             kept.copy_(found)
 
 
-def asking_anyway(llm: LLM) -> AskingAnyway:
+def asking_anyway(llm: LLM) -> Asking:
     """A policy for measuring: acceptance starts without data and never decays."""
     auto = llm.core.policy
+    if isinstance(auto, ChainPolicy):
+        return ChainPolicy(_asking(auto.lookups), _asking(auto.models))
     assert isinstance(auto, AutoPolicy)
-    return AskingAnyway(auto.costs, Acceptance(auto.acceptance.num_drafts, memory=1.0))
+    return _asking(auto)
+
+
+def _asking(auto: AutoPolicy) -> AskingAnyway:
+    acceptance = Acceptance(auto.acceptance.num_drafts, memory=1.0)
+    return AskingAnyway(auto.costs, acceptance, number=auto.number)
+
+
+def knowing(auto: Policy, asked: Asking) -> AutoPolicy | ChainPolicy:
+    """A policy with the costs that `auto` has learned and the acceptance that was measured by `asked`."""
+    if isinstance(auto, ChainPolicy):
+        assert isinstance(asked, ChainPolicy)
+        lookups = AutoPolicy(auto.lookups.costs, asked.lookups.acceptance)
+        return ChainPolicy(lookups, AutoPolicy(auto.models.costs, asked.models.acceptance))
+    assert isinstance(auto, AutoPolicy) and isinstance(asked, AutoPolicy)
+    return AutoPolicy(auto.costs, asked.acceptance)

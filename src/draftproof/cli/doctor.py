@@ -18,6 +18,7 @@ from draftproof.cli.prompts import Prompt, read_file
 from draftproof.metrics import Prediction, SpeculationStats
 
 if TYPE_CHECKING:
+    from draftproof.engine.chain_policy import ChainPolicy
     from draftproof.engine.policy import AutoPolicy
     from draftproof.frontend.llm import LLM
     from draftproof.types import RequestOutput
@@ -38,7 +39,7 @@ class Examined:
     """Outputs and seconds of plain decoding, and of decoding with the maximum of drafts, from which `policy` has
     learnt."""
 
-    policy: AutoPolicy
+    policy: AutoPolicy | ChainPolicy
     plain: list[RequestOutput] = dataclasses.field(default_factory=list)
     drafted: list[RequestOutput] = dataclasses.field(default_factory=list)
     plain_seconds: float = 0.0

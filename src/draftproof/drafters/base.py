@@ -208,6 +208,11 @@ class Drafter:
     def restrict(self, slot: int, members: Sequence[int]) -> None:
         """Called after `admit` if a request names members of a chain: only these propose for it."""
 
+    def limit_models(self, slots: Sequence[int], num_drafts: int | None, *, are_shown: bool) -> None:
+        """Called before a pass over these slots if this is a chain of lookups and others: members that run a model make
+        at most `num_drafts` drafts for a request, None: no limit. Not `are_shown`: they do not see the pass, and are
+        not asked for these requests again."""
+
     def release(self, slot: int) -> None:
         """Called when a request leaves its slot, finished or preempted."""
 
@@ -218,6 +223,12 @@ class Drafter:
     def cost(self, size: RoundSize) -> Cost | None:
         """Lower bound of what a round reads and computes; zero for a drafter without weights. None: unknown."""
         return Cost()
+
+
+def is_lookup(drafter: Drafter) -> bool:
+    """Whether the drafter finds drafts in known tokens alone: it reads no weights and keeps no keys."""
+    size = RoundSize(requests=1, rows=1, context=1, num_drafts=1)
+    return not drafter.spec.kv and drafter.cost(size) == Cost()
 
 
 def name_of(drafter: Drafter) -> str:

@@ -23,6 +23,7 @@ from draftproof.drafters.base import (
     RoundSize,
     Taps,
     Verified,
+    is_lookup,
     name_of,
 )
 from draftproof.drafters.sandbox import DrafterSandbox
@@ -75,6 +76,9 @@ class ChainDrafter(Drafter):
         self._vocab_size = vocab_size
         self.name = f"chain of {', '.join(map(name_of, drafters))}"
         self._host_looks = False
+        self._models = [number for number, drafter in enumerate(drafters) if not is_lookup(drafter)]
+        self._most_of_models: int | None = None  # drafts of such a member for a request; see `limit_models`
+        self._are_shown = True
         self.records = [Record() for _ in drafters]
         self._proposed_by: dict[int, int] = {}  # slot -> the member whose drafts are being verified
         self._only: dict[int, frozenset[int]] = {}  # slot -> members that may propose; missing: all
@@ -128,6 +132,11 @@ class ChainDrafter(Drafter):
                 [int(number in members) for number in range(len(self._drafters))]
             )
 
+    def limit_models(self, slots: Sequence[int], num_drafts: int | None, *, are_shown: bool) -> None:
+        self._most_of_models, self._are_shown = num_drafts, are_shown
+        for drafter in () if are_shown else (self._drafters[number] for number in self._models):
+            drafter.lose([slot for slot in slots if drafter.drafts_for(slot)])
+
     def release(self, slot: int) -> None:
         for drafter in self._drafters:
             drafter.release(slot)
@@ -143,6 +152,11 @@ class ChainDrafter(Drafter):
         held = [0.0] * len(slots)  # expected acceptance of each request's proposal so far
         free_R = verified.k_R  # 0 once a request has a proposal; used if the host does not read
         for number, (drafter, most) in enumerate(zip(self._drafters, self._most, strict=True)):
+            if number in self._models and self._most_of_models is not None:
+                if not self._are_shown or not any(map(drafter.drafts_for, slots)):
+                    drafter.pass_over()
+                    continue
+                most = min(most, self._most_of_models)
             if slots:
                 better = [self._is_better(number, s, h) for s, h in zip(slots, held, strict=True)]
                 open_R = verified.k_R * torch.tensor(better, device=count_R.device)

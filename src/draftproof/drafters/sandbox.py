@@ -107,6 +107,10 @@ class DrafterSandbox(Drafter):
             self._count(f"took {took:.3f} s, time_limit is {self._time_limit} s")
         return proposal
 
+    def pass_over(self) -> None:
+        """Note that a round does not ask the drafter, so that there is no `error`."""
+        self.error = None
+
     def drafts_for(self, slot: int) -> bool:
         """Whether the drafter may still draft for the request in this slot."""
         return not self.off and slot not in self._lost

@@ -134,10 +134,11 @@ class EngineCore:
             if request.queue_seconds is None:
                 request.queue_seconds = start - request.queued
         pending = self.runner.run(step)
-        is_missed = step.without_drafter and self.runner.drafter_has_kv
+        is_divided = self.runner.is_divided
+        is_missed = (step.without_drafter or step.without_models) and self.runner.drafter_has_kv
         for request, scheduled in zip(requests, step.scheduled, strict=True):
             if is_missed:
-                request.miss_drafter(scheduled.start)
+                request.miss_drafter(scheduled.start, is_partial=is_divided)
             elif pending.draft_state_lost:
                 is_partial = scheduled.slot not in pending.undrafted_slots
                 request.miss_drafter(scheduled.start, is_partial=is_partial)
@@ -168,6 +169,8 @@ class EngineCore:
             scheduled=scheduled,
             all_decode=all(r.num_rows == r.num_sampled == 1 + r.request.num_drafts for r in output.rows),
             without_drafter=without_drafter,
+            without_models=wanted.without_models,
+            most_model_drafts=wanted.most_model_drafts,
             price=wanted.price,
             masks=[grammars.masks(rows) for rows in output.rows] if self._num_matched else (),
             forced=grammars.forced(output.rows) if self._num_matched else (),
@@ -238,15 +241,17 @@ class EngineCore:
         num_observed: int,
     ) -> None:
         """Tell the policy what became of the request's drafts, of which `num_observed` count, and of its new ones."""
-        if self.drafting.compares:
+        compares = self.drafting.compares
+        if compares:
             is_last = delta.finish_reason is not None
             self.drafting.compare(request, self.stats.num_steps, is_last=is_last)
-            return
+            if not self.runner.is_divided or self.drafting.is_lookups(delta.drafter):
+                return
         if num_observed and not request.forced:  # forced drafts say nothing about the drafters' acceptance
             self.policy.verified(request, num_observed, delta.num_accepted)
         num_asked = min(scheduled.num_drafts, request.room)
-        if num_asked > 0 and delta.finish_reason is None:
-            self.policy.proposed(request, num_asked, result.num_proposed)
+        if num_asked > 0 and delta.finish_reason is None and not compares:
+            self.policy.proposed(request, num_asked, result.num_proposed, is_model=True)
 
     def _queue(self, request: Progress) -> None:
         self._num_arrived += 1

@@ -220,7 +220,9 @@ class StepCosts:
         host = min(step.host_seconds, MOST_SLOWER_HOST * known) if known else step.host_seconds
         self.host_seconds += max(HOST_RATE, 1 / self._num_told) * (host - known)
         if step.num_asked and step.draft_seconds:
-            self.draft.observe(step.num_asked, step.draft_seconds)
+            # where only some have shadow drafts, most of the time is what all rows take
+            num_asked = step.num_requests if step.is_shadow else step.num_asked
+            self.draft.observe(num_asked, step.draft_seconds)
         size = self._filled(step.num_requests, step.num_rows, step.num_drafts)
         about_as_many, kind = self._kind(*size)
         if about_as_many not in self._paces:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from draftproof.engine.in_flight import InFlightStep
 from draftproof.engine.interface import RowPrice, RowResult, Runner
-from draftproof.engine.policy import PLAIN_EVERY, Policy
+from draftproof.engine.policy import PLAIN_EVERY, Parts, Policy
 from draftproof.engine.progress import Progress
 from draftproof.engine.scheduler import PlannedRows, Scheduler
 from draftproof.engine.shadows import Shadow, Shadowing
@@ -21,19 +21,21 @@ MOST_LEFT_OUT = 64  # steps in a row that are left out for that; under steady lo
 
 
 def can_compare(runner: Runner) -> bool:
-    """Whether drafts can be compared with the output without being verified: they cost hardly anything, and the host
-    knows them before it plans the next step."""
-    is_cheap = runner.drafter_is_lookup and runner.drafter_may_rest and not runner.drafter_has_kv
-    return is_cheap and not runner.async_depth
+    """Whether lookups' drafts can be compared with the output without being verified: they cost hardly anything, and
+    the host knows them before it plans the next step."""
+    has_lookups = bool(runner.lookups) and (runner.is_divided or not runner.drafter_has_kv)
+    return has_lookups and runner.drafter_may_rest and not runner.async_depth
 
 
 class Wanted(NamedTuple):
-    """Drafts to ask for after a step, per request. `shadowing`: what is to become of them; see `InFlightStep`. `price`:
-    see `StepInput`."""
+    """Drafts to ask for after a step, per request. `shadowing`: what is to become of them; see `InFlightStep`. The
+    others: see `StepInput`."""
 
     num_drafts: Sequence[int]
     shadowing: Shadowing | None = None
     price: RowPrice = RowPrice()
+    without_models: bool = False
+    most_model_drafts: int | None = None
 
 
 class Drafting:
@@ -53,13 +55,15 @@ class Drafting:
         if not self._runner.num_drafts or self._runner.drafter_health().off:
             return Wanted([0] * len(rows))
         asked = [r.request for r in rows if r.num_sampled and r.request.can_draft]
-        if self._runner.drafter_has_kv:
-            prompts = {id(r.request) for r in rows if self._is_prompt(r)}
-            asked = [request for request in asked if id(request) not in prompts or self.will_draft(request)]
+        if self._runner.drafter_has_kv and not self._runner.is_divided:
+            unseen = self._unseen(rows)
+            asked = [request for request in asked if id(request) not in unseen]
         num_others = len(rows) - len(asked)
         chosen = self.policy.choose(asked, num_others)
-        most = _of_rows(rows, asked, chosen)
         shadows = self.policy.shadows(chosen, num_others) if self.compares else ()
+        if self.policy.parts is not None:
+            return self._wanted_of_parts(rows, asked, self.policy.parts, shadows)
+        most = _of_rows(rows, asked, chosen)
         if not any(shadows):
             return Wanted(most, price=self._price(most))
         shadows = _of_rows(rows, asked, shadows)
@@ -67,9 +71,35 @@ class Drafting:
         shadowing = Shadowing(most, [number > 0 for number in shadows])
         return Wanted(num_drafts, shadowing, self._price(num_drafts))
 
+    def _wanted_of_parts(
+        self, rows: Sequence[PlannedRows], asked: Sequence[Progress], parts: Parts, shadows: Sequence[int]
+    ) -> Wanted:
+        """What a chain of lookups and others is asked for. Where no drafter with a model is to draft, none sees the
+        step, unless it has a prompt that one must see."""
+        most = _of_rows(rows, asked, parts.of_lookups)
+        unseen = self._unseen(rows)
+        of_models = [
+            0 if id(r.request) in unseen else number
+            for r, number in zip(rows, _of_rows(rows, asked, parts.of_models), strict=True)
+        ]
+        shadows = _of_rows(rows, asked, shadows)
+        num_drafts = [max(three) for three in zip(most, of_models, shadows, strict=True)]
+        shows = any(of_models) or any(self._is_prompt(r) and id(r.request) not in unseen for r in rows)
+        return Wanted(
+            num_drafts,
+            Shadowing(most, [number > 0 for number in shadows], of_models) if any(num_drafts) else None,
+            self._price(num_drafts),
+            without_models=not shows,
+            most_model_drafts=max(of_models),
+        )
+
+    def _unseen(self, rows: Sequence[PlannedRows]) -> set[int]:
+        """Requests with prompt rows here that the drafter need not see, by `id`."""
+        return {id(r.request) for r in rows if self._is_prompt(r) and not self.will_draft(r.request)}
+
     @property
     def compares(self) -> bool:
-        """Whether the policy learns from comparing drafts with the output, not from verifying them."""
+        """Whether the policy learns from comparing lookups' drafts with the output, not from verifying them."""
         return self.can_compare and self.policy.compares
 
     def _price(self, wanted: Sequence[int]) -> RowPrice:
@@ -114,22 +144,34 @@ class Drafting:
                 open_shadows.append(shadow)
         request.shadows = open_shadows
 
-    def _keep_shadows(self, flight: InFlightStep, shadowing: Shadowing) -> None:
+    def _keep_shadows(self, flight: InFlightStep, results: Sequence[RowResult], shadowing: Shadowing) -> None:
         """Keep those drafts of a finished step that are compared, and drop those that are not to be verified."""
+        of_models = shadowing.of_models
         for number, is_compared in enumerate(shadowing.is_compared):
-            request = flight.requests[number]
-            if not is_compared or request.finish_reason is not None or request.slot < 0:
+            request, most = flight.requests[number], shadowing.most[number]
+            if not (is_compared or of_models) or request.finish_reason is not None or request.slot < 0:
                 continue
             start, num_drafts = len(request.tokens), request.num_drafts
             num_asked = min(flight.scheduled[number].num_drafts, request.room)
-            if num_asked > 0:
-                self.policy.proposed(request, num_asked, num_drafts)
-            if num_drafts:
+            is_model = (
+                of_models is not None and num_drafts > 0 and not self.is_lookups(results[number].drafter)
+            )
+            if is_compared and num_asked > 0:
+                self.policy.proposed(request, num_asked, 0 if is_model else num_drafts, is_model=False)
+            if is_model:
+                assert of_models is not None
+                most = of_models[number]
+                self.policy.proposed(request, min(most, request.room), num_drafts, is_model=True)
+            elif num_drafts and is_compared:
                 drafts = self._runner.known_drafts(request.slot, start, num_drafts)
                 request.shadows.append(Shadow(start, drafts, num_asked))
-                if num_drafts > shadowing.most[number]:
-                    request.num_drafts = shadowing.most[number]
-                    self._runner.keep_drafts(request.slot, request.num_drafts)
+            if num_drafts > most:
+                request.num_drafts = most
+                self._runner.keep_drafts(request.slot, most)
+
+    def is_lookups(self, drafter: int) -> bool:
+        """Whether drafts of the drafter with this index are a lookup's."""
+        return drafter in self._runner.lookups
 
     def finished(
         self, flight: InFlightStep, results: Sequence[RowResult], *, was_wanted: bool, num_steps: int
@@ -144,7 +186,7 @@ class Drafting:
         out. Without overlap it is the time since planning began.
         """
         if flight.shadowing is not None:
-            self._keep_shadows(flight, flight.shadowing)
+            self._keep_shadows(flight, results, flight.shadowing)
         now, before = time.perf_counter(), self._last_result
         self._last_result = now
         is_ahead = self._runner.async_depth > 0

@@ -30,7 +30,10 @@ class InFlightStep:
     @property
     def is_shadow(self) -> bool:
         """Whether it makes drafts, and all of them are compared only."""
-        return self.shadowing is not None and any(self.shadowing.is_compared) and not any(self.shadowing.most)
+        found = self.shadowing
+        if found is None or any(found.of_models or ()):
+            return False
+        return any(found.is_compared) and not any(found.most)
 
     def outcome(
         self,

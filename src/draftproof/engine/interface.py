@@ -159,10 +159,12 @@ class StepInput:
 
     `table_entries`: changes of the block tables. `fresh_blocks`: allocated since the last step; their draft keys and
     values are cleared. `all_decode`: every request samples all its rows and no draft was dropped, so the pass may be
-    padded to a captured size. `without_drafter`: the drafter neither drafts nor sees the rows. `price`: of a
-    further row of the next pass. `masks`: for each scheduled request the tokens that its sampled rows may have, one bit
-    per id in 32-bit words, row after row; empty for a request without grammar, and () if no request has one. `forced`:
-    (slot, first position, ids) of drafts that replace the slot's.
+    padded to a captured size. `without_drafter`: the drafter neither drafts nor sees the rows. `without_models`: those
+    drafters that run a model do not; `most_model_drafts`: the most drafts that they make for a request, None: no limit;
+    both only where others are lookups. `price`: of a further row of the next pass. `masks`: for each scheduled request
+    the tokens that its sampled rows may have, one bit per id in 32-bit words, row after row; empty for a request
+    without grammar, and () if no request has one. `forced`: (slot, first position, ids) of drafts that replace the
+    slot's.
     """
 
     released: Sequence[int] = ()
@@ -172,6 +174,8 @@ class StepInput:
     scheduled: Sequence[ScheduledRequest] = ()
     all_decode: bool = False
     without_drafter: bool = False
+    without_models: bool = False
+    most_model_drafts: int | None = None
     price: RowPrice = RowPrice()  # noqa: RUF009 (immutable)
     masks: Sequence[bytes] = ()
     forced: Sequence[tuple[int, int, Sequence[int]]] = ()
@@ -267,8 +271,13 @@ class Runner(Protocol):
         ...
 
     @property
-    def drafter_is_lookup(self) -> bool:
-        """Whether the drafter runs no model: it finds drafts in known tokens alone."""
+    def lookups(self) -> frozenset[int]:
+        """Indices of the drafters that run no model: they find drafts in known tokens alone."""
+        ...
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether some drafters run a model and others are lookups."""
         ...
 
     @property

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from draftproof.engine.acceptance import Acceptance, RequestClass
 from draftproof.engine.costs import StepCosts, StepOutcome
@@ -52,7 +52,20 @@ MOST_TAKEN = 256  # reports taken in after which the choice for new requests is 
 MOST_TOKENS = 256  # output length that a new request is expected to have at most: limits are seldom reached
 
 
+class Parts(NamedTuple):
+    """A choice in a chain of lookups and others: number of drafts for each request if a lookup makes them, and if a
+    drafter that runs a model does."""
+
+    of_lookups: Sequence[int]
+    of_models: Sequence[int]
+
+
 class Policy(Protocol):
+    @property
+    def parts(self) -> Parts | None:
+        """The last choice by who makes the drafts; None: it is the same for all drafters."""
+        ...
+
     @property
     def compares(self) -> bool:
         """Whether it learns from comparing drafts with the output instead of from verifying them, where that can be."""
@@ -82,12 +95,13 @@ class Policy(Protocol):
         for which the target must recompute `num_lost` cached tokens."""
         ...
 
-    def proposed(self, request: Progress, num_asked: int, num_drafts: int) -> None:
-        """The drafter was asked for `num_asked` drafts for this request, and proposed `num_drafts`."""
+    def proposed(self, request: Progress, num_asked: int, num_drafts: int, *, is_model: bool) -> None:
+        """A drafter was asked for `num_asked` drafts for this request, and proposed `num_drafts`. `is_model`: not a
+        lookup."""
         ...
 
     def verified(self, request: Progress, num_drafted: int, num_accepted: int) -> None:
-        """A request's drafts were verified. Not called where they are compared with the output."""
+        """A request's drafts were verified. Not called for those that are compared with the output."""
         ...
 
     def compared(self, request: Progress, found: Comparison) -> None:
@@ -106,6 +120,7 @@ class Policy(Protocol):
 class FixedPolicy:
     """Always K drafts for each request."""
 
+    parts: Parts | None = None
     compares = False
     report_every = PLAIN_EVERY
 
@@ -124,7 +139,7 @@ class FixedPolicy:
     def will_draft(self, request: Progress, num_others: int, num_lost: int = 0) -> bool:
         return self._num_drafts > 0
 
-    def proposed(self, request: Progress, num_asked: int, num_drafts: int) -> None:
+    def proposed(self, request: Progress, num_asked: int, num_drafts: int, *, is_model: bool) -> None:
         pass
 
     def verified(self, request: Progress, num_drafted: int, num_accepted: int) -> None:
@@ -202,6 +217,7 @@ class AutoPolicy:
     costs: StepCosts
     acceptance: Acceptance
     is_cut: bool = False  # the drafter, a lookup, itself ends proposals where they do not pay
+    number: int = 0  # which of a request's `records` is this policy's
     savings: float = ALLOWANCE
     chooser: Chooser = field(init=False)
     _context: int = 0  # tokens of all requests, in the last step
@@ -220,6 +236,14 @@ class AutoPolicy:
 
     def __post_init__(self) -> None:
         self.chooser = Chooser(self.costs, self.acceptance)
+
+    @property
+    def parts(self) -> Parts | None:
+        return None
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        return self.costs.levels
 
     @property
     def compares(self) -> bool:
@@ -241,7 +265,7 @@ class AutoPolicy:
 
     def _next(self, asked: list[Progress], num_others: int, before: Kept | None) -> Kept:
         """The choice to keep from now on, instead of the one `before`."""
-        if not num_others and _are_new(asked, before):
+        if not num_others and self._are_new(asked, before):
             ready = self._made_ready(len(asked))
             if ready is not None:  # reports wait for the next choice, which is made while a step runs
                 self._let_go()
@@ -274,7 +298,7 @@ class AutoPolicy:
         return choice
 
     def _choice_for(self, asked: list[Progress], num_others: int, before: Kept | None) -> Kept:
-        classes = [self.acceptance.class_of(request.record) for request in asked]
+        classes = [self.acceptance.class_of(request.records[self.number]) for request in asked]
         choice = self.chooser.best(Counter(classes), num_others, self._context, STAKE * self.savings)
         is_first = before is None or not before.is_for(asked, num_others)
         return self._kept_for(asked, num_others, classes, choice, is_first=is_first)
@@ -331,7 +355,7 @@ class AutoPolicy:
             return
         for request, number in zip(kept.asked, kept.num_drafts, strict=True):
             if not number:
-                request.record.fade(kept.num_steps)
+                request.records[self.number].fade(kept.num_steps)
 
     def shadows(self, chosen: Sequence[int], num_others: int) -> list[int]:
         """Those that draft, at first in each step and later in some, and now and then all. Few at a time, in turn."""
@@ -400,14 +424,14 @@ class AutoPolicy:
         plain = num_requests / self.costs.plain(num_requests, context)
         return Prediction(num_requests, choice.num_drafts.get(unknown, 0), choice.speed / plain)
 
-    def proposed(self, request: Progress, num_asked: int, num_drafts: int) -> None:
-        self._report(self.acceptance.count_given, request.record, num_asked, num_drafts)
+    def proposed(self, request: Progress, num_asked: int, num_drafts: int, *, is_model: bool = True) -> None:
+        self._report(self.acceptance.count_given, request.records[self.number], num_asked, num_drafts)
 
     def verified(self, request: Progress, num_drafted: int, num_accepted: int) -> None:
-        self._report(self.acceptance.count, request.record, num_drafted, num_accepted)
+        self._report(self.acceptance.count, request.records[self.number], num_drafted, num_accepted)
 
     def compared(self, request: Progress, found: Comparison) -> None:
-        self._report(self.acceptance.count_compared, request.record, found)
+        self._report(self.acceptance.count_compared, request.records[self.number], found)
 
     def prompted(self, num_rows: int, draft_seconds: float) -> None:
         self.costs.observe_prompt(num_rows, draft_seconds)
@@ -419,6 +443,13 @@ class AutoPolicy:
             self._settle_steps()
         if kept is not None and not step.is_shadow:
             kept.count_told(self.savings)
+
+    def rested(self) -> None:
+        """A reported step had no drafts of these drafters, whoever else made some."""
+        self.acceptance.fade()
+        self.savings = min(MOST_SAVED, self.savings + INCOME)
+        if self._kept is not None:
+            self._kept.count_told(self.savings)
 
     def _take_steps(self, steps: Sequence[tuple[StepOutcome, int]]) -> None:
         """Correct the costs and the savings by these steps, each of which stands for so many."""
@@ -444,8 +475,7 @@ class AutoPolicy:
                 gained = num_steps * (step.num_tokens / step.num_requests - longer[size])
             self.savings = min(MOST_SAVED, max(0.0, self.savings + gained))
 
-
-def _are_new(asked: Sequence[Progress], before: Kept | None) -> bool:
-    """Whether nothing is known of any of these requests, nor waits among the reports."""
-    seen = {id(request) for request in before.asked} if before is not None else set()
-    return not any(id(request) in seen or request.record.last_asked for request in asked)
+    def _are_new(self, asked: Sequence[Progress], before: Kept | None) -> bool:
+        """Whether nothing is known of any of these requests, nor waits among the reports."""
+        seen = {id(request) for request in before.asked} if before is not None else set()
+        return not any(id(request) in seen or request.records[self.number].last_asked for request in asked)

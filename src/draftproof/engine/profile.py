@@ -32,8 +32,9 @@ MOST_ROWS = 256  # rows of the largest measured size where steps are not capture
 # in measurements with context: tokens of each request, and least tokens of all requests
 EACH_CONTEXT, LEAST_CONTEXT = 256, 1024
 CONTEXT_REQUESTS = (4, 16, 64)  # numbers of requests that are also measured with context
+NUM_LARGEST = 2  # largest sizes that are measured again
 MOST_SPREAD = 1.3  # with a larger `StepCosts.spread` other programs have disturbed the profile
-VERSION = 7  # of what is measured: profiles of other versions are not used
+VERSION = 8  # of what is measured: profiles of other versions are not used
 LEVELS = (1, 2, 3, 5, 8, 12, 16, 24, 32, 48, 64)
 CAPTURED_LEVELS = (1, 3, 5, 8, 16, 32, 64)  # fewer, since each is a graph for every number of requests
 
@@ -107,7 +108,8 @@ def measure(runner: Measured, costs: StepCosts, clock: Callable[[], float] = tim
     all of them. The median of a size's runs counts, and times are made to grow with size.
 
     The smallest sizes come first, before clock and caches have settled, and time is often up after one round: they are
-    measured again at the end, since all others are compared with them.
+    measured again at the end, since all others are compared with them. So are the largest, from which times of still
+    larger ones are extrapolated.
     """
     found: dict[StepSize, list[tuple[float, float]]] = {}
     sizes, end = list(_sizes(runner, costs.levels)), clock() + SECONDS
@@ -129,8 +131,15 @@ def measure(runner: Measured, costs: StepCosts, clock: Callable[[], float] = tim
             for size in smallest:
                 runs = [runner.measure(size) for _ in range(_num_settling(size) + IN_A_ROW)]
                 found[size] += runs[-IN_A_ROW:]
+    for size in sorted((size for size in found if not size.context), key=_num_rows)[-NUM_LARGEST:]:
+        if clock() <= end:
+            found[size] += [runner.measure(size) for _ in range(IN_A_ROW)]
     _take({size: _usual(runs) for size, runs in found.items()}, runner.on_device, costs)
     costs.spread = statistics.median(map(_spread, found.values()))
+
+
+def _num_rows(size: StepSize) -> int:
+    return size.num_requests * (1 + size.num_verified)
 
 
 def _num_settling(size: StepSize) -> int:

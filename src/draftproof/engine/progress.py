@@ -87,7 +87,10 @@ class Progress:
     drafts: list[int] = field(default_factory=list)  # drafts to be verified next; known only with a matcher
     forced: list[int] = field(default_factory=list)  # drafts that replace those on the device, by its grammar
     is_cut: bool = False  # its matcher refused the draft after `drafts`
-    record: AcceptanceRecord = field(default_factory=AcceptanceRecord)
+    # of the drafters that a policy chooses for, in a chain of lookups and others of each kind
+    records: tuple[AcceptanceRecord, AcceptanceRecord] = field(
+        default_factory=lambda: (AcceptanceRecord(), AcceptanceRecord())
+    )
     shadows: list[Shadow] = field(default_factory=list)  # drafts that are compared with the output
     finish_reason: FinishReason | None = None
 

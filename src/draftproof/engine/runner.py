@@ -103,7 +103,8 @@ class ModelRunner:
     drafter_names: tuple[str, ...] = ()  # one for each of `sandboxes`
     most_forced: int = 0  # maximum number of forced drafts per request; attributed to the last drafter
     drafter_may_rest: bool = True  # the drafter need not see steps without drafts
-    drafter_is_lookup: bool = False  # it runs no model
+    lookups: frozenset[int] = frozenset()  # drafters that run no model, by their indices
+    is_divided: bool = False  # some drafters run no model and others do
     async_depth: int = 0  # passes that may be in flight when a step ends
     price: Tensor | None = None  # `StepInput.price`, in memory that a drafter reads
     num_threads: int = 1  # thread count of the certificates, which torch is set to for each pass
@@ -188,6 +189,10 @@ class ModelRunner:
             step = replace(step, all_decode=False)
         if self.price is not None and not step.without_drafter:
             self.price.numpy()[:] = step.price  # a tenth of the time that a new tensor takes
+        if self.drafter is not None and self.is_divided:
+            slots = [s.slot for s in step.scheduled]
+            are_shown = not (step.without_drafter or step.without_models)
+            self.drafter.limit_models(slots, step.most_model_drafts, are_shown=are_shown)
         has_processing = self.table.has_processing(s.slot for s in step.scheduled)
         processing = self.table.generation if has_processing else 0
         padded = self.shapes.padded(step)

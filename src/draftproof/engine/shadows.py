@@ -14,10 +14,12 @@ from typing import NamedTuple
 
 class Shadowing(NamedTuple):
     """For each request of a step: how many of its drafts are to be verified at most, and whether all that it makes are
-    compared with the output."""
+    compared with the output. `of_models`: how many are to be verified if they come from a drafter that runs a model,
+    which are never compared."""
 
     most: Sequence[int]
     is_compared: Sequence[bool]
+    of_models: Sequence[int] | None = None
 
 
 class Comparison(NamedTuple):

@@ -1,7 +1,8 @@
 """A `StepInput` as one flat list of 64-bit integers, to be recorded or sent to another process without pickling.
 
 Layout: a list is its length followed by its items; a floating-point number is its 64 bits; an absent list has length
--1; a mask is a list of 32-bit words. Example: `released=[3]`, nothing else -> [1, 3, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0].
+-1; a mask is a list of 32-bit words. Example: `released=[3]`, nothing else -> [1, 3, 0, 0, 0, 0, 0, 0, 0, -1, 0, 0, 0,
+0].
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ def pack(step: StepInput) -> list[int]:
         num_logprobs = ABSENT if s.num_logprobs is None else s.num_logprobs
         out += (s.slot, s.start, s.num_rows, s.num_sampled, s.num_drafts, num_logprobs)
         out += (*s.scored, s.num_prompt_logprobs)
-    out += (int(step.all_decode), int(step.without_drafter), *map(_bits, step.price), len(step.masks))
+    out += (int(step.all_decode), int(step.without_drafter), int(step.without_models))
+    out += (ABSENT if step.most_model_drafts is None else step.most_model_drafts, *map(_bits, step.price))
+    out.append(len(step.masks))
     for mask in step.masks:
         _pack_list(out, memoryview(mask).cast("i").tolist())
     out.append(len(step.forced))
@@ -64,6 +67,8 @@ def unpack(vector: Sequence[int]) -> StepInput:
         scheduled=scheduled,
         all_decode=bool(reader.integer()),
         without_drafter=bool(reader.integer()),
+        without_models=bool(reader.integer()),
+        most_model_drafts=reader.number_or_none(),
         price=RowPrice(reader.number(), reader.number()),
         masks=[array("i", reader.integers()).tobytes() for _ in range(reader.integer())],
         forced=[(reader.integer(), reader.integer(), reader.integers()) for _ in range(reader.integer())],
@@ -166,6 +171,10 @@ class _Reader:
 
     def number(self) -> float:
         return float(struct.unpack("<d", struct.pack("<q", self.integer()))[0])
+
+    def number_or_none(self) -> int | None:
+        found = self.integer()
+        return None if found == ABSENT else found
 
     def integers(self) -> list[int]:
         found = self.optional()

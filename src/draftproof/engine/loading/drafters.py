@@ -11,7 +11,7 @@ from draftproof.attention import registry as registry_of_attention
 from draftproof.attention.exactness import AttentionShape
 from draftproof.config import ENGINE_WIDE, EngineConfig, SpeculativeConfig
 from draftproof.drafters import registry
-from draftproof.drafters.base import Drafter, DraftSpec
+from draftproof.drafters.base import Drafter, DraftSpec, is_lookup
 from draftproof.drafters.chain import ChainDrafter
 from draftproof.drafters.context import DraftContext
 from draftproof.drafters.sandbox import DrafterSandbox
@@ -35,6 +35,7 @@ class Drafters:
     drafter: Drafter | None
     members: tuple[DrafterSandbox, ...]
     num_drafts: int
+    most: tuple[int, ...]  # number of drafts of each member
     levels: tuple[int, ...]  # numbers of drafts that may be asked for: K alone, or several from 0 to K
     identity: str  # key of measured draft times: what they depend on
     methods: tuple[str, ...] = ()  # one per drafter
@@ -45,6 +46,16 @@ class Drafters:
         """The drafters' methods; a repeated one gets a number: "ngram", "ngram-2"."""
         number = [self.methods[: i + 1].count(method) for i, method in enumerate(self.methods)]
         return tuple(m if n == 1 else f"{m}-{n}" for m, n in zip(self.methods, number, strict=True))
+
+    @property
+    def num_own(self) -> int:
+        """Number of members that propose drafts themselves; those for forced text are behind them."""
+        return sum(not member.spec.forced for member in self.members) or len(self.members)
+
+    @property
+    def lookups(self) -> list[int]:
+        """Those of them that run no model, by their indices."""
+        return [number for number in range(self.num_own) if is_lookup(self.members[number])]
 
     @property
     def is_auto(self) -> bool:
@@ -166,6 +177,7 @@ def together(base: Base, plans: Sequence[DraftPlan], members: Sequence[DrafterSa
         _joined(members[:num_own] or members, most, base.model.vocab_size),
         tuple(members),
         num_drafts,
+        most=tuple(most),
         levels=profile.levels_up_to(num_drafts, base.device.type) if is_auto else (num_drafts,),
         identity=repr([plan.identity for plan in plans]),
         methods=tuple(plan.method for plan in plans),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 from collections.abc import Sequence as Seq
@@ -11,12 +12,13 @@ import torch
 from draftproof.cache.pages import PageAllocator
 from draftproof.cache.windows import WindowPages
 from draftproof.config import EngineConfig
-from draftproof.drafters.base import Drafter, DraftRuntime, KnownTokens, RoundSize
+from draftproof.drafters.base import Drafter, DraftRuntime, KnownTokens
 from draftproof.drafters.contained import DrafterError
 from draftproof.engine import profile, reporting
 from draftproof.engine.acceptance import acceptance_of
+from draftproof.engine.chain_policy import ChainPolicy
 from draftproof.engine.core import EngineCore
-from draftproof.engine.costs import levels_of
+from draftproof.engine.costs import DraftCosts, StepCosts, levels_of
 from draftproof.engine.drafting import can_compare
 from draftproof.engine.loading import caches, memory
 from draftproof.engine.loading.base import MOST_ITEM_BYTES, Base, ProgressCallback
@@ -29,7 +31,6 @@ from draftproof.engine.scheduler import Scheduler
 from draftproof.engine.shapes import Shapes, mixed_sizes, numbers_of_requests
 from draftproof.engine.state import State
 from draftproof.metrics import EngineStats
-from draftproof.models.cost import Cost
 from draftproof.models.decoder import Decoder
 from draftproof.runtime import environment, native
 from draftproof.runtime.room import free_bytes
@@ -75,7 +76,7 @@ def make_engine(
     scheduler = _scheduler(config, drafters, groups, num_blocks, sharing=sharing)
     policy = _policy(base, drafters, runner)
     stats = EngineStats()
-    if isinstance(policy, AutoPolicy):
+    if isinstance(policy, AutoPolicy | ChainPolicy):
         batches = [n for n in BATCHES if n < config.max_num_seqs] + [config.max_num_seqs]
         stats.predictions = tuple(policy.predict(number) for number in batches)
         log.info("%s", reporting.speculation_line(stats.predictions))
@@ -160,17 +161,12 @@ def _runner(
         most_forced=drafters.most_forced if config.verification == "exact" else 0,
         on_device=on_device,
         drafter_may_rest=drafters.is_trusted,
-        drafter_is_lookup=_is_lookup(drafters),
+        lookups=frozenset(drafters.lookups),
+        is_divided=0 < len(drafters.lookups) < drafters.num_own,
         async_depth=int(on_device and device.type == "cuda"),
         price=memory_lent.price,
         num_threads=torch.get_num_threads(),
     )
-
-
-def _is_lookup(drafters: Drafters) -> bool:
-    """Whether the drafter reads no weights."""
-    size = RoundSize(requests=1, rows=1, context=1, num_drafts=1)
-    return drafters.drafter is not None and drafters.drafter.cost(size) == Cost()
 
 
 def _sampling_table(base: Base, num_drafts: int) -> SamplingTable:
@@ -229,8 +225,23 @@ def _policy(base: Base, drafters: Drafters, runner: ModelRunner) -> Policy:
         "exact": base.config.exact,
     }
     costs = profile.costs_of(StepMeter(runner), drafters.levels, identity, native.default_cache_dir())
-    acceptance = acceptance_of(drafters.num_drafts, has_kv=runner.drafter_has_kv)
-    return AutoPolicy(costs, acceptance, is_cut=can_compare(runner) and runner.drafter_estimates)
+    has_kv, is_cut = runner.drafter_has_kv, can_compare(runner) and runner.drafter_estimates
+    if can_compare(runner) and runner.is_divided and not costs.is_padded:
+        return _chain_policy(costs, drafters, is_cut=is_cut)
+    return AutoPolicy(costs, acceptance_of(drafters.num_drafts, has_kv=has_kv), is_cut=is_cut)
+
+
+def _chain_policy(costs: StepCosts, drafters: Drafters, *, is_cut: bool) -> ChainPolicy:
+    """The policy of a chain of lookups and others. `costs`: with the drafts of the others; a lookup's time is measured
+    in service."""
+    of_lookups, of_models = copy.deepcopy(costs), copy.deepcopy(costs)
+    of_lookups.draft = DraftCosts()
+    most = max(drafters.most[i] for i in range(drafters.num_own) if i not in drafters.lookups)
+    of_models.levels = tuple(k for k in costs.levels if k <= most)
+    return ChainPolicy(
+        AutoPolicy(of_lookups, acceptance_of(drafters.num_drafts, has_kv=False), is_cut=is_cut),
+        AutoPolicy(of_models, acceptance_of(most, has_kv=True), number=1),
+    )
 
 
 def _bind(drafter: Drafter | None, runtime: DraftRuntime) -> None:

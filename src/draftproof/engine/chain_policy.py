@@ -1,0 +1,94 @@
+"""How many drafts each request gets in a chain of lookups and drafters that run a model, on a CPU.
+
+A lookup's drafts cost hardly any time, and long ones pay where a text repeats; a model's cost its pass. So the numbers
+of both kinds are chosen apart, by their own records and as if each were alone: which of them has drafts for a request
+is known only when they are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from draftproof.engine.costs import StepOutcome
+from draftproof.engine.interface import RowPrice
+from draftproof.engine.policy import AutoPolicy, Parts
+from draftproof.engine.progress import Progress
+from draftproof.engine.shadows import Comparison
+from draftproof.metrics import Prediction
+
+
+@dataclass(slots=True)
+class ChainPolicy:
+    """One policy for all lookups of a chain, whose drafts are compared with the output, and one for its other members.
+    A step in which these draft is one of theirs; other steps with drafts are the lookups'."""
+
+    lookups: AutoPolicy
+    models: AutoPolicy
+    _parts: Parts = field(default_factory=lambda: Parts([], []))
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        return self.lookups.levels
+
+    @property
+    def parts(self) -> Parts:
+        return self._parts
+
+    @property
+    def compares(self) -> bool:
+        return True
+
+    @property
+    def report_every(self) -> int:
+        return (self.models if any(self._parts.of_models) else self.lookups).report_every
+
+    def choose(self, asked: list[Progress], num_others: int) -> list[int]:
+        of_lookups = self.lookups.choose(asked, num_others)
+        # the model's drafters have not seen all rows of the others
+        able = [request for request in asked if request.draft_hole is None]
+        chosen = self.models.choose(able, num_others + len(asked) - len(able))
+        of_models = chosen
+        if len(able) < len(asked):
+            found = {id(request): number for request, number in zip(able, chosen, strict=True)}
+            of_models = [found.get(id(request), 0) for request in asked]
+        self._parts = Parts(of_lookups, of_models)
+        return [max(pair) for pair in zip(of_lookups, of_models, strict=True)]
+
+    def shadows(self, chosen: Sequence[int], num_others: int) -> list[int]:
+        return self.lookups.shadows(self._parts.of_lookups, num_others)
+
+    def price(self) -> RowPrice:
+        return self.lookups.price()
+
+    def will_draft(self, request: Progress, num_others: int, num_lost: int = 0) -> bool:
+        return self.models.will_draft(request, num_others, num_lost)
+
+    def proposed(self, request: Progress, num_asked: int, num_drafts: int, *, is_model: bool) -> None:
+        (self.models if is_model else self.lookups).proposed(request, num_asked, num_drafts)
+
+    def verified(self, request: Progress, num_drafted: int, num_accepted: int) -> None:
+        self.models.verified(request, num_drafted, num_accepted)
+
+    def compared(self, request: Progress, found: Comparison) -> None:
+        self.lookups.compared(request, found)
+
+    def finished(self, step: StepOutcome) -> None:
+        most = max(self._parts.of_models, default=0)
+        if most:
+            self.models.finished(step._replace(num_drafts=most))
+            self.lookups.rested()
+        elif step.is_plain:
+            self.lookups.finished(step)
+            self.models.finished(step)
+        else:
+            self.lookups.finished(step)
+            self.models.rested()
+
+    def prompted(self, num_rows: int, draft_seconds: float) -> None:
+        self.models.prompted(num_rows, draft_seconds)
+
+    def predict(self, num_requests: int, context: int = 0) -> Prediction:
+        """The speed-up by whichever of the two gains more: both together gain at least as much."""
+        both = self.lookups.predict(num_requests, context), self.models.predict(num_requests, context)
+        return max(both, key=lambda prediction: prediction.speedup)

@@ -1,0 +1,161 @@
+"""The numbers of drafts in a chain of a lookup and a head: chosen apart, by who makes them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from draftproof import LLM, SamplingParams, assets
+from draftproof.bench import internals
+from draftproof.engine.acceptance import Acceptance
+from draftproof.engine.chain_policy import ChainPolicy
+from draftproof.engine.costs import DraftCosts, StepOutcome
+from draftproof.engine.interface import StepInput
+from draftproof.engine.policy import INCOME, Parts
+from draftproof.engine.progress import Progress
+from draftproof.engine.runner import ModelRunner
+from draftproof.engine.shadows import Comparison
+from draftproof.metrics import Prediction
+from tests.engine.test_policy import policy
+from tests.engine.test_scheduler import request
+
+CHAIN: dict[str, Any] = {
+    "method": "chain",
+    "drafters": [{"method": "suffix"}, {"model": str(assets.path("tiny-eagle3"))}],
+}
+CODE = "def add(a, b):\n    return a + b\n"
+
+
+def parted(of_lookups: float = 0.9, of_models: float = 0.9) -> ChainPolicy:
+    """A policy that expects these chances of acceptance."""
+    models = policy(of_models, row=0.05, step=0.1)
+    models.number = 1
+    return ChainPolicy(policy(of_lookups, row=0.05, step=0.1), models)
+
+
+def a_step(num_rows: int, num_drafts: int, num_tokens: int = 1) -> StepOutcome:
+    return StepOutcome(1, num_rows, num_drafts, num_tokens, 100, 1.0)
+
+
+def test_each_kind_gets_its_own_number() -> None:
+    its, one = parted(0.97, 0.5), request(4)
+    its.lookups.savings = its.models.savings = 30.0
+    (most,) = its.choose([one], 0)
+    (of_lookups,), (of_models,) = its.parts
+    assert most == of_lookups > of_models > 0
+
+
+def test_a_model_does_not_draft_for_a_request_whose_rows_it_missed() -> None:
+    its, one, other = parted(), request(4), request(4, 1)
+    one.miss_drafter(2, is_partial=True)
+    its.choose([one, other], 0)
+    assert its.parts.of_models[0] == 0 < its.parts.of_models[1] and all(its.parts.of_lookups)
+
+
+def test_what_is_told_goes_to_those_it_tells_of() -> None:
+    its, one = parted(), request(4)
+    its.proposed(one, 8, 0, is_model=False)
+    its.proposed(one, 4, 4, is_model=True)
+    its.verified(one, 4, 1)
+    assert [record.asked for record in one.records] == [1.0, 1.0]
+    assert [record.given for record in one.records] == [0.0, 1.0]
+    its.compared(one, Comparison(8, 3, 0, 3, False))
+    assert [record.hits for record in one.records] == [3.0, 1.0]
+
+
+@pytest.mark.parametrize("of_models", [0, 3])
+def test_a_step_is_that_of_the_models_if_they_draft(of_models: int) -> None:
+    """With the number of their drafts; the others are known to have rested."""
+    its, savings = parted(), 5.0
+    its.lookups.savings = its.models.savings = savings
+    its._parts = Parts([8], [of_models])
+    heard = list[tuple[str, StepOutcome]]()
+    for name in ("lookups", "models"):
+        part = getattr(its, name)
+        setattr(its, name, Hearing(part.costs, part.acceptance, savings=savings, name=name, heard=heard))
+    its.finished(a_step(9, 8))
+    assert heard == [("models", a_step(9, 3)) if of_models else ("lookups", a_step(9, 8))]
+    rested = its.lookups if of_models else its.models
+    assert rested.savings == savings + INCOME
+    its._parts = Parts([0], [0])
+    its.finished(a_step(1, 0))
+    assert heard[1:] == [("lookups", a_step(1, 0)), ("models", a_step(1, 0))]
+
+
+@dataclasses.dataclass
+class Hearing(type(policy())):  # type: ignore[misc]
+    """Notes the steps that it is told of."""
+
+    name: str = ""
+    heard: list[tuple[str, StepOutcome]] = dataclasses.field(default_factory=list)
+
+    def finished(self, step: StepOutcome) -> None:
+        self.heard.append((self.name, step))
+
+
+def test_a_prediction_is_that_of_the_better_kind() -> None:
+    for rates in ((0.9, 0.2), (0.2, 0.9)):
+        its = parted(*rates)
+        found = its.predict(1), its.lookups.predict(1), its.models.predict(1)
+        assert found[0] == found[1 + (rates[1] > rates[0])] and isinstance(found[0], Prediction)
+
+
+class Always(ChainPolicy):
+    """Lookups are asked for 16 drafts; the head for 3, until the sixteenth step."""
+
+    num_steps = 0
+
+    def choose(self, asked: list[Progress], num_others: int) -> list[int]:
+        self.num_steps += 1
+        can = [request.draft_hole is None for request in asked]
+        self._parts = Parts([16] * len(asked), [3 * (c and self.num_steps < 16) for c in can])
+        return [16] * len(asked)
+
+    def shadows(self, chosen: list[int], num_others: int) -> list[int]:
+        return [16] * len(chosen)
+
+    def will_draft(self, request: Progress, num_others: int, num_lost: int = 0) -> bool:
+        return True
+
+
+@pytest.fixture(name="llm")
+def llm_with_a_chain() -> Iterator[LLM]:
+    with LLM(max_num_seqs=2, speculative_config=CHAIN, device="cpu") as made:
+        yield made
+
+
+def test_a_chain_has_its_own_policy(llm: LLM) -> None:
+    its = llm.core.policy
+    assert isinstance(its, ChainPolicy) and (its.lookups.number, its.models.number) == (0, 1)
+    assert its.levels[-1] == 16 > its.models.levels[-1] and its.lookups.costs.draft == DraftCosts()
+    assert its.lookups.costs is not its.models.costs and its.models.costs.draft.by_requests
+    assert llm.stats.predictions
+
+
+def test_lookups_draft_on_where_the_head_does_not_see_the_rows(
+    monkeypatch: pytest.MonkeyPatch, llm: LLM
+) -> None:
+    """Up to the sixteenth step the head has at most three drafts; then it is shown nothing and the lookup drafts on.
+    The output is that without drafts."""
+    its, steps = llm.core.policy, list[StepInput]()
+    assert isinstance(its, ChainPolicy)
+    params = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
+    with internals.asking_for(llm, 0):
+        (expected,) = llm.generate(CODE, params, use_tqdm=False)
+    run = ModelRunner.run
+    monkeypatch.setattr(ModelRunner, "run", lambda its, step: (steps.append(step), run(its, step))[1])
+    before = [drafter.speculation.num_draft_tokens for drafter in llm.stats.drafters]
+    with internals.using(llm, Always(its.lookups, its.models)):
+        (found,) = llm.generate(CODE, params, use_tqdm=False)
+    assert found.outputs[0].token_ids == expected.outputs[0].token_ids
+    shown = [step for step in steps if step.scheduled and not step.without_models]
+    missed = [step for step in steps if step.scheduled and step.without_models]
+    assert {step.most_model_drafts for step in shown} == {3} and len(shown) == 15 and missed
+    drafted = [d.speculation.num_draft_tokens - n for d, n in zip(llm.stats.drafters, before, strict=True)]
+    assert drafted[0] > 0 and 0 < drafted[1] <= 3 * 15
+    assert max(s.num_rows for step in missed for s in step.scheduled) > 4, "the lookup had long drafts"
+    its._parts = Parts([], [])
+    assert its.lookups.acceptance.share > 0 and isinstance(its.lookups.acceptance, Acceptance)
