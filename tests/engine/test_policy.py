@@ -34,6 +34,7 @@ from draftproof.engine.policy import (
     FIRST_KEPT,
     INCOME,
     MOST_KEPT,
+    MOST_NEW,
     MOST_SAVED,
     MOST_TAKEN,
     MOST_WAITING,
@@ -462,7 +463,7 @@ def test_a_choice_that_takes_no_time_is_not_kept_for_longer() -> None:
 
 @pytest.mark.parametrize("savings", [ALLOWANCE, MOST_SAVED])
 def test_reports_wait_for_the_next_choice_if_the_savings_last_until_then(savings: float) -> None:
-    its, one = policy(0.9, row=0.005, step=0.01), request(4)
+    its, one = policy(0.9, row=0.005, step=0.01, buckets=(1, 2)), request(4)
     its.savings = savings
     its.choose([one], 0)
     before = its.acceptance.accepted.estimates[0]
@@ -480,14 +481,14 @@ def test_questions_are_answered_by_all_reports(ask: str) -> None:
     its, one = policy(0.9, row=0.05, step=0.1), request(4)
     its.savings = MOST_SAVED
     its.choose([one], 0)
-    for _ in range(50):
+    for _ in range(MOST_NEW + 1):
         its.verified(one, 8, 0)
     assert its.predict(1).num_drafts == 0 if ask == "predict" else not its.will_draft(one, 0)
 
 
 def ready_for_one() -> AutoPolicy:
     """A policy that has chosen twice for one request, so the choice for the next one is made; a report waits."""
-    its, one = policy(0.9, row=0.005, step=0.01), request(4)
+    its, one = policy(0.9, row=0.005, step=0.01, buckets=(1, 2)), request(4)
     its.savings = MOST_SAVED
     assert its.will_draft(one, 0)
     for _ in range(ROUNDS_KEPT):
@@ -524,6 +525,33 @@ def test_reports_wait_for_as_long_as_the_savings_last(lasts: float, longer: int,
     assert choice.worst > 0.1 and (kept.longer, kept.may_wait) == (longer, may_wait)
 
 
+def test_that_a_new_request_gets_no_drafts_is_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until anything is reported."""
+    its, one = policy(0.01, row=0.5, step=1.0), request(4)
+    assert not its.will_draft(one, 0)
+    with monkeypatch.context() as patched:
+        patched.setattr(Chooser, "best", None)
+        assert not its.will_draft(one, 0)
+    its.finished(StepOutcome(1, 1, 0, 1, 4, 1.0))
+    made = its._ready
+    assert not its.will_draft(one, 0) and its._ready is not made
+
+
+def test_of_lookups_the_choice_for_a_new_request_is_that_for_the_one_before() -> None:
+    """Until there are `MOST_NEW` reports."""
+    its, requests = policy(0.9, row=0.05, step=0.1), [request(4, number) for number in range(3)]
+    its.savings, its.is_lookup = MOST_SAVED, True
+    first = its.choose(requests[:1], 0)
+    choice = its._kept.choice
+    for _ in range(MOST_NEW - 1):
+        its.verified(requests[0], 8, 0)
+    assert its.choose(requests[1:2], 0) == first and its._kept.choice is choice
+    its.verified(requests[1], 8, 0)
+    its.verified(requests[1], 8, 0)
+    its.choose(requests[2:], 0)
+    assert its._kept.choice is not choice
+
+
 @pytest.mark.parametrize("changed", ["others", "savings", "age", "rarity"])
 def test_a_choice_made_ready_holds_only_for_what_it_was_made_for(changed: str) -> None:
     its, num_others = ready_for_one(), 0
@@ -542,7 +570,7 @@ def test_a_choice_made_ready_holds_only_for_what_it_was_made_for(changed: str) -
 
 
 def test_few_reports_wait_while_nothing_is_chosen() -> None:
-    its, one = policy(0.9, row=0.005, step=0.01), request(4)
+    its, one = policy(0.9, row=0.005, step=0.01, buckets=(1, 2)), request(4)
     its.savings = MOST_SAVED
     its.choose([one], 0)
     for _ in range(5 * MOST_WAITING):

@@ -58,6 +58,8 @@ class Drafting:
         if self._runner.drafter_has_kv and not self._runner.is_divided:
             unseen = self._unseen(rows)
             asked = [request for request in asked if id(request) not in unseen]
+        if not asked:
+            return Wanted([0] * len(rows))
         num_others = len(rows) - len(asked)
         chosen = self.policy.choose(asked, num_others)
         shadows = self.policy.shadows(chosen, num_others) if self.compares else ()

@@ -49,6 +49,8 @@ SHADOWS_EVERY = 4  # drafts of the same requests are later compared in one of so
 PATIENCE = 0.75
 MOST_WAITING = 256  # reports that wait to be taken in, at most: nothing is chosen while no request can draft
 MOST_TAKEN = 256  # reports taken in after which the choice for new requests is made again
+# The same for lookups, with those that wait: there it is the choice that was made for earlier requests.
+MOST_NEW = 32
 MOST_TOKENS = 256  # output length that a new request is expected to have at most: limits are seldom reached
 
 
@@ -195,7 +197,7 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class ReadyChoice:
-    """A choice for `num_requests` new requests, made when `num_taken` reports had been taken in."""
+    """A choice for `num_requests` new requests, made when `num_taken` reports and steps had been taken in."""
 
     num_requests: int
     choice: DraftChoice
@@ -216,6 +218,7 @@ class AutoPolicy:
 
     costs: StepCosts
     acceptance: Acceptance
+    is_lookup: bool = False  # its drafts are compared with the output
     is_cut: bool = False  # the drafter, a lookup, itself ends proposals where they do not pay
     number: int = 0  # which of a request's `records` is this policy's
     savings: float = ALLOWANCE
@@ -223,7 +226,7 @@ class AutoPolicy:
     _context: int = 0  # tokens of all requests, in the last step
     _kept: Kept | None = None
     _ready: ReadyChoice | None = None
-    _num_taken: int = 0  # reports that were taken in
+    _num_taken: int = 0  # reports and steps that were taken in
     _num_unobserved: int = 0  # steps since one has corrected the costs
     _until_shadows: int = 0  # steps until requests without drafts have shadow drafts, too
     _first_shadow: list[int] = field(
@@ -265,7 +268,8 @@ class AutoPolicy:
 
     def _next(self, asked: list[Progress], num_others: int, before: Kept | None) -> Kept:
         """The choice to keep from now on, instead of the one `before`."""
-        if not num_others and self._are_new(asked, before):
+        is_new = not num_others and self._are_new(asked, before)
+        if is_new:
             ready = self._made_ready(len(asked))
             if ready is not None:  # reports wait for the next choice, which is made while a step runs
                 self._let_go()
@@ -275,7 +279,10 @@ class AutoPolicy:
         self._let_go()
         kept = self._choice_for(asked, num_others, before)
         self._choosing_seconds = time.perf_counter() - start
-        if before is not None and before.is_first and not kept.is_first and self._ready is not None:
+        if self.is_lookup:  # nobody asks in advance whether a lookup will draft
+            if is_new:
+                self._ready = ReadyChoice(len(asked), kept.choice, self._num_taken)
+        elif before is not None and before.is_first and not kept.is_first and self._ready:
             self._make_ready(self._ready.num_requests)
         return kept
 
@@ -284,12 +291,16 @@ class AutoPolicy:
         ready = self._ready
         if ready is None or ready.num_requests != num_requests:
             return None
-        choice = ready.choice
-        # it has drafts, and is for what is now expected
-        is_known = choice.num_drafts.keys() == {self.acceptance.unknown}
+        choice, num_new = ready.choice, self._num_taken - ready.num_taken
+        num_waiting = len(self._reports) + len(self._steps)
+        if not choice.num_drafts:  # the next one may have some
+            return None if num_new or num_waiting else choice
+        is_expected = choice.num_drafts.keys() == {
+            self.acceptance.unknown
+        }  # for such requests as are now expected
         is_safe = choice.risk <= STAKE * RISKED_ON_MANY * self.savings
-        is_fresh = self._num_taken - ready.num_taken <= MOST_TAKEN
-        return choice if is_known and is_safe and is_fresh else None
+        is_fresh = num_new + num_waiting <= MOST_NEW if self.is_lookup else num_new <= MOST_TAKEN
+        return choice if is_expected and is_safe and is_fresh else None
 
     def _make_ready(self, num_requests: int) -> DraftChoice:
         counts = {self.acceptance.unknown: num_requests}
@@ -344,6 +355,7 @@ class AutoPolicy:
     def _settle_steps(self) -> None:
         """Take in the reported steps."""
         steps, self._steps = self._steps, []
+        self._num_taken += len(steps)
         if steps:
             self._context = steps[-1][0].context
             self._take_steps(steps)
@@ -358,11 +370,13 @@ class AutoPolicy:
                 request.records[self.number].fade(kept.num_steps)
 
     def shadows(self, chosen: Sequence[int], num_others: int) -> list[int]:
-        """Those that draft, at first in each step and later in some, and now and then all. Few at a time, in turn."""
+        """Those that draft, while little is known in each step and later in some, and now and then all. Few at a time,
+        in turn."""
         most, num_asked = self.costs.levels[-1], len(chosen)
         self._until_shadows -= 1
         kept = self._kept
-        every = SHADOWS_EVERY if kept is not None and not kept.is_first else 1
+        is_known = kept is not None and (not kept.is_first or self._num_taken > MOST_TAKEN)
+        every = SHADOWS_EVERY if is_known else 1
         if not chosen or (self._until_shadows > 0 and self._until_shadows % every):
             return [0] * num_asked
         if self._until_shadows <= 0:

@@ -225,10 +225,12 @@ def _policy(base: Base, drafters: Drafters, runner: ModelRunner) -> Policy:
         "exact": base.config.exact,
     }
     costs = profile.costs_of(StepMeter(runner), drafters.levels, identity, native.default_cache_dir())
-    has_kv, is_cut = runner.drafter_has_kv, can_compare(runner) and runner.drafter_estimates
-    if can_compare(runner) and runner.is_divided and not costs.is_padded:
+    has_kv, is_lookup = runner.drafter_has_kv, can_compare(runner) and not costs.is_padded
+    is_cut = is_lookup and runner.drafter_estimates
+    if is_lookup and runner.is_divided:
         return _chain_policy(costs, drafters, is_cut=is_cut)
-    return AutoPolicy(costs, acceptance_of(drafters.num_drafts, has_kv=has_kv), is_cut=is_cut)
+    acceptance = acceptance_of(drafters.num_drafts, has_kv=has_kv)
+    return AutoPolicy(costs, acceptance, is_lookup=is_lookup, is_cut=is_cut)
 
 
 def _chain_policy(costs: StepCosts, drafters: Drafters, *, is_cut: bool) -> ChainPolicy:
@@ -239,7 +241,9 @@ def _chain_policy(costs: StepCosts, drafters: Drafters, *, is_cut: bool) -> Chai
     most = max(drafters.most[i] for i in range(drafters.num_own) if i not in drafters.lookups)
     of_models.levels = tuple(k for k in costs.levels if k <= most)
     return ChainPolicy(
-        AutoPolicy(of_lookups, acceptance_of(drafters.num_drafts, has_kv=False), is_cut=is_cut),
+        AutoPolicy(
+            of_lookups, acceptance_of(drafters.num_drafts, has_kv=False), is_lookup=True, is_cut=is_cut
+        ),
         AutoPolicy(of_models, acceptance_of(most, has_kv=True), number=1),
     )
 
