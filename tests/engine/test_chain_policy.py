@@ -10,7 +10,6 @@ import pytest
 
 from draftproof import LLM, SamplingParams, assets
 from draftproof.bench import internals
-from draftproof.engine.acceptance import Acceptance
 from draftproof.engine.chain_policy import ChainPolicy
 from draftproof.engine.costs import DraftCosts, StepOutcome
 from draftproof.engine.interface import StepInput
@@ -157,5 +156,61 @@ def test_lookups_draft_on_where_the_head_does_not_see_the_rows(
     drafted = [d.speculation.num_draft_tokens - n for d, n in zip(llm.stats.drafters, before, strict=True)]
     assert drafted[0] > 0 and 0 < drafted[1] <= 3 * 15
     assert max(s.num_rows for step in missed for s in step.scheduled) > 4, "the lookup had long drafts"
-    its._parts = Parts([], [])
-    assert its.lookups.acceptance.share > 0 and isinstance(its.lookups.acceptance, Acceptance)
+
+
+class OnlyLookups(Always):
+    """The head never drafts, and sees no prompt."""
+
+    def choose(self, asked: list[Progress], num_others: int) -> list[int]:
+        self._parts = Parts([16] * len(asked), [0] * len(asked))
+        return [16] * len(asked)
+
+    def will_draft(self, request: Progress, num_others: int, num_lost: int = 0) -> bool:
+        return False
+
+
+def test_lookups_draft_after_a_cached_prefix_that_the_head_has_not_seen(llm: LLM) -> None:
+    its, prompt = llm.core.policy, CODE * 12
+    assert isinstance(its, ChainPolicy)
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    with internals.using(llm, OnlyLookups(its.lookups, its.models)):
+        (first,) = llm.generate(prompt, params, use_tqdm=False)
+        (again,) = llm.generate(prompt, params, use_tqdm=False)
+    assert again.outputs[0].token_ids == first.outputs[0].token_ids and again.metrics.num_cached_tokens
+    for found in (first, again):
+        suffix, head = (drafter.speculation for drafter in found.metrics.drafters)
+        assert suffix.num_accepted_tokens > 5 and not head.num_draft_tokens
+
+
+class NotForAll(Always):
+    """Only the first request is to have the head's drafts, and nobody a lookup's."""
+
+    first: Progress | None = None
+
+    def choose(self, asked: list[Progress], num_others: int) -> list[int]:
+        if asked and self.first is None:
+            self.first = asked[0]
+        of_models = [3 * (request is self.first) for request in asked]
+        self._parts = Parts([0] * len(asked), of_models)
+        return of_models
+
+    def shadows(self, chosen: list[int], num_others: int) -> list[int]:
+        return [16] * len(chosen)
+
+    def proposed(self, request: Progress, num_asked: int, num_drafts: int, *, is_model: bool) -> None:
+        assert not is_model or (request is self.first and num_asked and num_drafts <= num_asked)
+        super().proposed(request, num_asked, num_drafts, is_model=is_model)
+
+
+def test_the_heads_drafts_for_a_request_that_wants_none_are_dropped(llm: LLM) -> None:
+    """It makes them beside those of another. They are neither verified nor reported."""
+    its, prompts = llm.core.policy, ["class A", "import os"]
+    assert isinstance(its, ChainPolicy)
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    with internals.asking_for(llm, 0):
+        expected = llm.generate(prompts, params, use_tqdm=False)
+    with internals.using(llm, NotForAll(its.lookups, its.models)):
+        found = llm.generate(prompts, params, use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in expected]
+    drafted = [output.metrics.drafters[1].speculation.num_draft_tokens for output in found]
+    assert drafted[0] > 0 == drafted[1]

@@ -60,7 +60,7 @@ class EngineCore:
         self._num_arrived = 0
         self._num_matched = 0  # requests whose output follows a grammar
         self.drafting = Drafting(runner, scheduler, policy)
-        scheduler.will_draft = self.drafting.will_draft
+        scheduler.will_draft, scheduler.has_lookups = self.drafting.will_draft, runner.is_divided
 
     def add_request(self, request_id: str, spec: RequestSpec, resumed: Resumed | None = None) -> None:
         """Queue a request. `resumed`: continue from this output of another engine; deltas hold only what is new.

@@ -163,7 +163,9 @@ class Drafting:
             if is_model:
                 assert of_models is not None
                 most = of_models[number]
-                self.policy.proposed(request, min(most, request.room), num_drafts, is_model=True)
+                num_asked = min(most, request.room)
+                if num_asked > 0:  # else it was asked since others want its drafts
+                    self.policy.proposed(request, num_asked, min(num_asked, num_drafts), is_model=True)
             elif num_drafts and is_compared:
                 drafts = self._runner.known_drafts(request.slot, start, num_drafts)
                 request.shadows.append(Shadow(start, drafts, num_asked))

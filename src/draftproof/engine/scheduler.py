@@ -81,6 +81,7 @@ class Scheduler:
         # Whether a new request is to have drafts although `num_lost` of its cached tokens must be recomputed for that:
         # a prefix that the drafter has not seen serves the target only.
         self.will_draft: Callable[[Progress, int], bool] = lambda request, num_lost: False
+        self.has_lookups = False  # some of several drafters have no keys that such a prefix could lack
         self.fresh_blocks: list[int] = []
         self.released: list[int] = []
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -206,6 +207,7 @@ class Scheduler:
         request.num_computed = num_cached
         request.num_cached = max(request.num_cached, num_cached)
         request.draft_hole = found.draft_hole
+        request.is_hole_partial = found.draft_hole is not None and self.has_lookups
         request.slot = self._free_slots.pop()
         self.running.append(request)
         output.admitted.append(request)
