@@ -36,7 +36,7 @@ from draftproof.drafters.ngram import NgramDrafter
 from draftproof.engine.acceptance import acceptance_of
 from draftproof.engine.costs import StepCosts, StepOutcome
 from draftproof.engine.interface import RequestSpec, RowPrice
-from draftproof.engine.policy import PLAIN_EVERY, AutoPolicy, FixedPolicy, Policy
+from draftproof.engine.policy import AutoPolicy, FixedPolicy, Policy
 from draftproof.engine.progress import Progress
 from draftproof.engine.shadows import Comparison, Shadow
 from draftproof.kernels.confidence.record import MOST_MATCHED, MatchRecord
@@ -262,7 +262,7 @@ class Turn:
         seconds *= math.exp(self._generator.gauss(0, NOISE))
         self.seconds += seconds
         num_tokens = sum(self._accept(request) for request in self.running)
-        if self._num_steps % (PLAIN_EVERY if is_plain else self._policy.report_every) == 0:
+        if self._num_steps % (self._policy.plain_every if is_plain else self._policy.report_every) == 0:
             host = self._costs.host_seconds
             self._policy.finished(
                 StepOutcome(num_requests, num_rows, most, num_tokens, context, seconds, host, is_shadow)

@@ -91,3 +91,26 @@ def test_a_table_says_what_fails() -> None:
     good = {**row, "ratios": {n: {**ratio, "ok": True} for n in names}, "predicted": 1.05}
     assert matrix.holds(good) and matrix.is_predicted(good) and "fails" not in matrix.table([good])
     assert not matrix.holds({**good, "same": False})
+
+
+def test_a_cell_that_fails_is_measured_again_for_longer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What that shows counts, for or against."""
+    commands = list[list[str]]()
+
+    def run(program: str, name: str, arguments: list[str], cores: set[int]) -> list[dict[str, Any]]:
+        commands.append(arguments)
+        is_again = len(commands) > 2
+        ok = {"ok": name == "good" or (is_again and name == "unlucky")}
+        row = {"cell": name, "batch": 4, "num_turns": 48 if is_again else 12, "same": True}
+        return [{**row, "ratios": {"auto/plain": ok}}]
+
+    named = [("good", ["--batches", "16,4"]), ("unlucky", ["--batches", "16,4", "--seconds", "9"])]
+    monkeypatch.setattr(matrix, "processes", lambda: iter(named))
+    monkeypatch.setattr(matrix, "_run", run)
+    good, unlucky = matrix.rows("cpu", 1, "")
+    assert commands[2:] == [[*named[1][1], "--batches", "4", "--num-turns", "48", "--seconds", "inf"]]
+    assert matrix.holds(good) and "first_ratios" not in good
+    assert matrix.holds(unlucky) and unlucky["first_ratios"] == {"auto/plain": {"ok": False}}
+    assert "1 of 2 cells are measured again" in capsys.readouterr().out

@@ -80,3 +80,16 @@ def test_a_successor_begins_at_the_machine_s_pace() -> None:
     after.observe(PLAIN, math.log(2.6))
     assert after.at(PLAIN) > math.log(2.4), "other sizes were measured for themselves"
     assert Pace().covariances == [[UNKNOWN_PACE**2]]
+
+
+def test_steps_may_grow_more_with_their_rows_than_the_profile_says() -> None:
+    pace, rng = Pace(), random.Random(0)
+    for _ in range(300):
+        pace.observe(PLAIN, rng.gauss(0.0, 0.03))
+        doublings = rng.choice([1.0, 2.0, 3.0])
+        pace.observe(DRAFTING, 0.1 + 0.15 * doublings + rng.gauss(0.0, 0.03), doublings)
+    found = [pace.at(DRAFTING, doublings) - pace.at(PLAIN) for doublings in (1.0, 2.0, 3.0)]
+    assert found == pytest.approx([0.25, 0.4, 0.55], abs=0.04)
+    assert pace.at(DRAFTING, 4.0) - pace.at(PLAIN) == pytest.approx(0.7, abs=0.06), "not met yet"
+    fed(pace, 500, {PLAIN: 1.0})
+    assert pace.at(DRAFTING, 3.0) - pace.at(PLAIN) == pytest.approx(0.0, abs=0.02), "it is tried again"

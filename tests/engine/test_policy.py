@@ -27,7 +27,6 @@ from draftproof.engine.costs import (
     rounded_rows,
 )
 from draftproof.engine.draft_choice import WORTH_IT, Chooser, DraftChoice
-from draftproof.engine.drafting import PLAIN_EVERY
 from draftproof.engine.interface import RowPrice
 from draftproof.engine.policy import (
     ALLOWANCE,
@@ -39,6 +38,8 @@ from draftproof.engine.policy import (
     MOST_TAKEN,
     MOST_WAITING,
     PATIENCE,
+    PLAIN_EVERY,
+    PROBED_STEPS,
     ROUNDS_KEPT,
     STAKE,
     TOLD_KEPT,
@@ -199,10 +200,11 @@ def test_a_drafter_that_is_never_right_costs_no_more_than_the_allowance(seed: in
         assert lost < most
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_costs_that_were_measured_wrong_are_found_out(seed: int) -> None:
+def test_costs_that_were_measured_wrong_are_found_out() -> None:
     """Drafting does not pay, although the profile says that it does."""
-    assert run(policy(0.6), 0.45, 2000, slower=2.0, seed=seed) < 1.03 * plain_seconds()
+    seconds = [run(policy(0.6), 0.45, 2000, slower=2.0, seed=seed) for seed in range(12)]
+    assert statistics.mean(seconds) < 1.02 * plain_seconds()
+    assert max(seconds) < 1.05 * plain_seconds()
 
 
 @pytest.mark.parametrize("rate", [0.3, 0.6, 0.8, 0.95])
@@ -576,7 +578,7 @@ def test_few_reports_wait_while_nothing_is_chosen() -> None:
     for _ in range(5 * MOST_WAITING):
         its.finished(plain_step(1.0))
         assert not its.choose([], 1)
-    assert len(its._reports) < MOST_WAITING and its._context == 0
+    assert len(its._reports) < MOST_WAITING and its._length == 0
 
 
 @pytest.mark.parametrize("buckets", [(), (1,)])
@@ -617,6 +619,74 @@ def test_what_is_learnt_of_asking_in_vain_is_not_taken_for_verifying() -> None:
 def test_a_choice_is_for_as_many_others() -> None:
     its, one = policy(0.6, row=0.2, step=0.01), request(4)
     assert its.choose([one], 0)[0] > 0 == its.choose([one], 300)[0]
+
+
+def test_a_choice_is_kept_for_those_that_are_left() -> None:
+    its, asked = policy(0.9, row=0.001, step=0.01), [request(4, n) for n in range(4)]
+    first = its.choose(asked, 0)
+    made = its._kept
+    assert made is not None and min(first) > 0
+    assert its.choose(asked[1:], 0) == first[1:] and its._kept is made
+    assert its.choose(asked[2:], 0) == first[2:] and its._kept is made, "half of them is enough"
+    its.choose(asked[3:], 0)
+    assert its._kept is not made and not its._kept.is_first, "it is known already"
+    its.choose([asked[3], request(4, 9)], 0)
+    assert its._kept.is_first
+
+
+def test_a_choice_is_not_kept_for_others() -> None:
+    its, asked = policy(0.9, row=0.001, step=0.01), [request(4, n) for n in range(4)]
+    its.choose(asked, 0)
+    made = its._kept
+    its.choose([*asked[:2], request(4, 9)], 0)
+    assert its._kept is not made and made is not None and len(made.asked) == 4
+
+
+@pytest.mark.parametrize(
+    ("is_lookup", "num_requests", "drafts"), [(True, 1, 1), (True, 16, 0), (False, 16, 1)]
+)
+def test_lookups_must_gain_more_where_requests_end_at_different_times(
+    is_lookup: bool, num_requests: int, drafts: int
+) -> None:
+    its = policy(0.5, row=0.0, step=1.5 / 1.15 - 1.0, levels=(0, 1))  # gains 1.15
+    its.is_lookup = is_lookup
+    its.__post_init__()
+    assert chosen(its, {0: num_requests}) == {0: drafts}
+
+
+@pytest.mark.parametrize(("rate", "least", "most"), [(0.3, 10, 14), (0.9, 1, 2)])
+def test_a_lookup_that_always_drafts_measures_plain_steps_now_and_then(
+    rate: float, least: int, most: int
+) -> None:
+    """The more often, the less they lose: some half of a per cent. Each of them is reported, and none counts as a step
+    whose drafts were left out."""
+    its, one = policy(rate, row=0.002, step=0.001), request(4)
+    its.is_lookup, its.savings = True, MOST_SAVED
+    its.__post_init__()
+    num_plain, known = 0, its.acceptance.accepted.estimates
+    for _ in range(4000):
+        (k,) = its.choose([one], 0)
+        num_plain += not k
+        assert its.plain_every == (1 if not k else PLAIN_EVERY) and its.is_probing == (not k)
+        its.finished(StepOutcome(1, 1 + k, k, 1 + k, 0, its.costs.step(1, 1 + k, k), 0.0))
+    assert least <= num_plain // PROBED_STEPS <= most and num_plain % PROBED_STEPS == 0
+    assert its.acceptance.accepted.estimates == known
+    heads = policy(rate, row=0.002, step=0.001)
+    heads.savings = MOST_SAVED
+    assert all(heads.choose([one], 0)[0] for _ in range(4000)), "a model would miss the rows"
+
+
+def test_what_plain_steps_take_is_found_out_while_lookups_draft() -> None:
+    """The profile says that they take twice as long as they do, so that drafts seem to pay."""
+    its, one, num_drafted = policy(0.15, row=0.01, step=0.001, base=2.0), request(4), []
+    its.is_lookup, its.savings = True, MOST_SAVED
+    its.__post_init__()
+    for _ in range(4000):
+        (k,) = its.choose([one], 0)
+        drafted = its.costs.target.at(1 + k) + its.costs.draft.at(1, k)
+        its.finished(StepOutcome(1, 1 + k, k, 1 + (k > 0), 0, drafted if k else 1.0, 0.0))
+        num_drafted.append(k > 0)
+    assert num_drafted[0] and sum(num_drafted[-2000:]) < 200
 
 
 def test_who_gets_no_drafts_is_known_less_with_each_step() -> None:
@@ -665,13 +735,14 @@ def test_what_drafts_there_were_is_forgotten_while_there_are_none() -> None:
     assert known < 0.1 and its.acceptance.accepted.estimates[0] == pytest.approx(0.6, abs=0.01)
 
 
-def test_a_choice_counts_the_keys_that_the_last_step_read() -> None:
-    its, one = policy(0.3, row=0.2, step=0.3), request(4)
+def test_a_choice_counts_the_keys_that_its_requests_read() -> None:
+    its, short, long = policy(0.3, row=0.2, step=0.3), request(4), request(4, 1)
     its.costs.context = Curve({0: 0.0, 1000: 10.0})
-    assert its.choose([one], 0) == [0]
-    its._let_go()
-    its.finished(plain_step(11.25, context=1000))
-    assert its.choose([one], 0)[0] > 0, "keys are read once for all rows"
+    long.tokens += [5] * 996
+    assert its.choose([short], 0) == [0]
+    assert its.choose([long], 0)[0] > 0, "keys are read once for all rows"
+    assert its.choose([long], 1)[0] > 0, "another is expected to be as long"
+    assert its.choose([short], 0) == [0], "whatever the last step read"
 
 
 def test_a_fixed_policy_is_fixed() -> None:

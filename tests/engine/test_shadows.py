@@ -295,9 +295,10 @@ def test_a_drafters_time_is_reported_if_it_is_a_lookup(
     runner.lookups, runner.drafter_has_kv = frozenset({0} if is_lookup else ()), False
     monkeypatch.setattr(Pending, "draft_seconds", 0.5)
     engine = core(runner)
-    engine.policy = FixedPolicy(3)
-    engine.policy.report_every, engine.policy.compares = 1, True
-    engine.policy.finished = heard.append  # type: ignore[method-assign]
+    told = FixedPolicy(3)
+    told.report_every, told.compares = 1, True
+    told.finished = heard.append  # type: ignore[method-assign]
+    engine.policy = told
     engine.add_request("a", spec(5, 12))
     finish(engine)
     assert {step.draft_seconds for step in heard} == {0.5 * is_lookup}

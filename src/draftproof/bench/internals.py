@@ -244,6 +244,7 @@ def comparing(llm: LLM, policy: Policy) -> Iterator[None]:
             yield
     finally:
         drafting.can_compare = before
+        drafting.use(drafting.policy)
 
 
 def asking_for(llm: LLM, num_drafts: int) -> contextlib.AbstractContextManager[None]:

@@ -43,6 +43,10 @@ class ChainPolicy:
     def report_every(self) -> int:
         return (self.models if any(self._parts.of_models) else self.lookups).report_every
 
+    @property
+    def plain_every(self) -> int:
+        return self.lookups.plain_every
+
     def choose(self, asked: list[Progress], num_others: int) -> list[int]:
         of_lookups = self.lookups.choose(asked, num_others)
         # the model's drafters have not seen all rows of the others
@@ -79,8 +83,12 @@ class ChainPolicy:
             self.models.finished(step._replace(num_drafts=most))
             self.lookups.rested()
         elif step.is_plain:
+            is_probing = (
+                self.lookups.is_probing
+            )  # then each step is told, and for the models that would be too many
             self.lookups.finished(step)
-            self.models.finished(step)
+            if not is_probing:
+                self.models.finished(step)
         else:
             self.lookups.finished(step)
             self.models.rested()

@@ -23,6 +23,7 @@ MAX_GRAPH_ROWS = 64  # recording gains nothing for larger passes, except those c
 ROW_SIZES = (*range(1, 17), *range(18, 33, 2), *range(36, MAX_GRAPH_ROWS + 1, 4))  # of steps with drafts
 GUESSED_DRAFT = 1e-4  # seconds per request of a drafter that was not measured yet
 DRAFT_RATE = 0.1  # weight of a new step in the average of such a drafter's seconds per request
+UNKNOWN = Pace()  # where no step was observed yet
 GUESSED_TARGET = 1e-3  # seconds of a pass if nothing was measured: only ratios matter
 
 
@@ -193,20 +194,22 @@ class StepCosts:
         """Seconds of a step of R requests with `num_rows` rows in all, which then drafts up to `num_drafts` each;
         `context`: tokens of all requests."""
         size = self._filled(num_requests, num_rows, num_drafts)
-        return self._times(self._kind(*size)) * self._measured(*size, context)
+        pace, kind = self._pace_of(*size)
+        return math.exp(pace.at(kind, self._doublings(*size[:2]))) * self._measured(*size, context)
 
     def ragged(self, num_requests: int, context: int) -> Callable[[int, int], float]:
         """`step` as a function of rows and drafts (not 0), where steps are not padded to buckets. Faster than `step`:
         what does not depend on the two is looked up once."""
-        times_drafted = self._times(self._kind(num_requests, num_requests + 1, 1))
-        times_asked = self._times(self._kind(num_requests, num_requests, 1))
+        pace, drafted = self._pace_of(num_requests, num_requests + 1, 1)
+        _, asked = self._pace_of(num_requests, num_requests, 1)
         fixed = self.host_seconds + self.context.look_up(context)
         each_row = self.context_row_seconds * context / num_requests
 
         def step(num_rows: int, num_drafts: int) -> float:
             keys = each_row * (num_rows - num_requests)
-            times = times_drafted if num_rows > num_requests else times_asked
-            return times * (fixed + keys + self._passes(num_requests, num_rows, num_drafts))
+            is_drafted = num_rows > num_requests
+            times = pace.at(drafted, math.log2(num_rows / num_requests)) if is_drafted else pace.at(asked)
+            return math.exp(times) * (fixed + keys + self._passes(num_requests, num_rows, num_drafts))
 
         return step
 
@@ -230,7 +233,8 @@ class StepCosts:
             self._paces[about_as_many] = last.successor() if last else Pace()
         self._last = about_as_many
         measured = self._measured(*size, step.context)
-        self._paces[about_as_many].observe(kind, math.log(step.seconds / measured))
+        found = math.log(step.seconds / measured)
+        self._paces[about_as_many].observe(kind, found, self._doublings(*size[:2]))
 
     def observe_prompt(self, num_rows: int, draft_seconds: float) -> None:
         """Note that the drafter took `draft_seconds` for `num_rows` rows, most of them of prompts."""
@@ -246,10 +250,14 @@ class StepCosts:
             return num_requests, num_drafts
         return num_requests.bit_length(), 1 if num_rows > num_requests else 2 if num_drafts else 0
 
-    def _times(self, kind: tuple[int, int]) -> float:
-        """Factor by which steps of this kind now take longer than in the profile."""
-        pace = self._paces.get(kind[0]) or self._paces.get(self._last)
-        return math.exp(pace.at(kind[1])) if pace else 1.0
+    def _pace_of(self, num_requests: int, num_rows: int, num_drafts: int) -> tuple[Pace, int]:
+        """How much longer such steps now take than in the profile, and their kind in it."""
+        about_as_many, kind = self._kind(num_requests, num_rows, num_drafts)
+        return self._paces.get(about_as_many) or self._paces.get(self._last) or UNKNOWN, kind
+
+    def _doublings(self, num_requests: int, num_rows: int) -> float:
+        """See `Pace`; 0 where steps are padded, since each size has its own correction."""
+        return 0.0 if self.is_padded or num_rows == num_requests else math.log2(num_rows / num_requests)
 
     def _filled(self, num_requests: int, num_rows: int, num_drafts: int) -> tuple[int, int, int]:
         """The size that a step is padded to: (requests, rows, drafts)."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from draftproof.engine.in_flight import InFlightStep
 from draftproof.engine.interface import RowPrice, RowResult, Runner
-from draftproof.engine.policy import PLAIN_EVERY, Parts, Policy
+from draftproof.engine.policy import Parts, Policy
 from draftproof.engine.progress import Progress
 from draftproof.engine.scheduler import PlannedRows, Scheduler
 from draftproof.engine.shadows import Shadow, Shadowing
@@ -42,20 +42,27 @@ class Drafting:
     """Consults `policy` where a drafter can draft, and reports to it the times of steps that are informative."""
 
     def __init__(self, runner: Runner, scheduler: Scheduler, policy: Policy) -> None:
-        self.policy = policy
         self._runner = runner
         self._scheduler = scheduler
+        self._has_kv = runner.drafter_has_kv
         self.can_compare = can_compare(runner)
+        self.use(policy)
         self._last_result = 0.0  # when a step's result was last taken in: seconds of `time.perf_counter`
         self._num_since_prompts = 0  # finished steps
         self._num_left_out = 0  # finished steps since one that no prompt has slowed
+
+    def use(self, policy: Policy) -> None:
+        """Consult this policy from now on."""
+        self.policy = policy
+        # whether it learns from comparing lookups' drafts with the output, not from verifying them
+        self.compares = self.can_compare and policy.compares
 
     def wanted(self, rows: Sequence[PlannedRows]) -> Wanted:
         """Drafts to ask for after a step of these rows; 0 for a request whose prompt is not complete."""
         if not self._runner.num_drafts or self._runner.drafter_health().off:
             return Wanted([0] * len(rows))
         asked = [r.request for r in rows if r.num_sampled and r.request.can_draft]
-        if self._runner.drafter_has_kv and not self._runner.is_divided:
+        if self._has_kv and not self._runner.is_divided:
             unseen = self._unseen(rows)
             asked = [request for request in asked if id(request) not in unseen]
         if not asked:
@@ -86,7 +93,7 @@ class Drafting:
         ]
         shadows = _of_rows(rows, asked, shadows)
         num_drafts = [max(three) for three in zip(most, of_models, shadows, strict=True)]
-        shows = any(of_models) or any(self._is_prompt(r) and id(r.request) not in unseen for r in rows)
+        shows = any(of_models) or any(id(r.request) not in unseen for r in self._prompts(rows))
         return Wanted(
             num_drafts,
             Shadowing(most, [number > 0 for number in shadows], of_models) if any(num_drafts) else None,
@@ -97,12 +104,7 @@ class Drafting:
 
     def _unseen(self, rows: Sequence[PlannedRows]) -> set[int]:
         """Requests with prompt rows here that the drafter need not see, by `id`."""
-        return {id(r.request) for r in rows if self._is_prompt(r) and not self.will_draft(r.request)}
-
-    @property
-    def compares(self) -> bool:
-        """Whether the policy learns from comparing lookups' drafts with the output, not from verifying them."""
-        return self.can_compare and self.policy.compares
+        return {id(r.request) for r in self._prompts(rows) if not self.will_draft(r.request)}
 
     def _price(self, wanted: Sequence[int]) -> RowPrice:
         """The price for a drafter that reads it and is to make drafts."""
@@ -115,14 +117,11 @@ class Drafting:
             return False
         if any(wanted) or any(r.num_sampled > 1 for r in rows):
             return False
-        if not runner.drafter_has_kv:
-            return True
-        prompts = [r for r in rows if self._is_prompt(r) and r.request.can_draft]
-        return not any(self.will_draft(r.request) for r in prompts)
+        return not any(self.will_draft(r.request) for r in self._prompts(rows) if r.request.can_draft)
 
-    def _is_prompt(self, rows: PlannedRows) -> bool:
-        """Whether these are prompt rows that the drafter must see only if it is to draft for their request."""
-        return self._runner.drafter_has_kv and rows.num_rows > rows.num_sampled
+    def _prompts(self, rows: Sequence[PlannedRows]) -> list[PlannedRows]:
+        """The prompt rows that the drafter must see only if it is to draft for their request."""
+        return [r for r in rows if r.num_rows > r.num_sampled] if self._has_kv else []
 
     def will_draft(self, request: Progress, num_lost: int = 0) -> bool:
         """Whether the drafter is to see this request's prompt. Depends on how many requests will soon decode beside
@@ -195,13 +194,15 @@ class Drafting:
         self._last_result = now
         is_ahead = self._runner.async_depth > 0
         is_late = is_ahead and flight.start > before
-        is_typical = self._count(flight)
+        has_prompts = flight.has_prompts
+        is_typical = self._count(has_prompts)
         if not self._runner.num_drafts or not was_wanted or is_late or flight.pending.is_warming:
             return
-        if flight.has_prompts:
+        if has_prompts:
             self._prompted(flight)
             return
-        if num_steps % (PLAIN_EVERY if flight.without_drafter else self.policy.report_every):
+        policy = self.policy
+        if num_steps % (policy.plain_every if flight.without_drafter else policy.report_every):
             return
         seconds = now - (before if is_ahead else flight.start)
         pending = flight.pending
@@ -213,9 +214,9 @@ class Drafting:
             flight.outcome(results, seconds, host_seconds, draft_seconds, is_typical=is_typical)
         )
 
-    def _count(self, flight: InFlightStep) -> bool:
+    def _count(self, has_prompts: bool) -> bool:
         """Count a finished step. Returns whether its time says how long such steps take."""
-        self._num_since_prompts = 0 if flight.has_prompts else self._num_since_prompts + 1
+        self._num_since_prompts = 0 if has_prompts else self._num_since_prompts + 1
         self._num_left_out += 1
         if self._runner.async_depth or self._num_since_prompts > AFTER_PROMPTS:
             self._num_left_out = 0

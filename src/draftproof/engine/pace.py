@@ -1,80 +1,98 @@
 """How much longer steps take than in the profile, estimated from the steps that run.
 
 A step's time is modelled as the profile's seconds, times the machine's pace, times a correction for its kind of step,
-times noise. The pace is common to all steps and changes from step to step: other programs run, clocks change. A
-correction is an error of the profile and hardly changes. The logarithms of both are estimated jointly by a Kalman
+times noise; steps with drafts also by a power of their rows per request, since the profile may have the first rows right
+and the further ones wrong, or the keys that a step reads in service cost more. The pace is common to all steps and changes from step to step: other programs run, clocks change. A
+correction is an error of the profile and hardly changes. The logarithms of all are estimated jointly by a Kalman
 filter that also estimates the noise, so a step of one kind improves the prediction for other kinds.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 # Standard deviations of logarithms, so roughly relative errors.
 UNKNOWN_PACE = 0.12  # prior of the machine's pace
 DRIFT = 0.02  # change of the pace from step to step
 UNKNOWN_KIND = 0.2  # prior of a kind's correction
+UNKNOWN_GROWTH = 0.06  # prior of the correction for each doubling of the rows
 FIRST_NOISE, LEAST_NOISE = 0.1, 0.02  # noise of a step: at the start, and at least
 NOISE_RATE = 0.05  # weight of a new step in the noise estimate
 SURPRISE = 2.0  # standard deviations at which a step's deviation is clipped
 REMEMBERED = 0.99  # decay of a correction per step of another kind, so that what seemed slow is tried again
 
 
+GROWTH = -1  # the kind under which the correction for each doubling of the rows is kept
+
+
 @dataclass(slots=True)
 class Pace:
     """The filter's state: means of the logarithms of the pace (first) and of the corrections, their covariances, and
-    the variance of a step's noise. Kind 0 is the baseline and has no correction."""
+    the variance of a step's noise. Kind 0 is the baseline and has no correction.
+
+    `doublings`, of a step: the logarithm to base 2 of its rows per request."""
 
     means: list[float] = field(default_factory=lambda: [0.0])
     covariances: list[list[float]] = field(default_factory=lambda: [[UNKNOWN_PACE**2]])
     noise: float = FIRST_NOISE**2
     _places: dict[int, int] = field(default_factory=dict)
 
-    def at(self, kind: int) -> float:
+    def at(self, kind: int, doublings: float = 0.0) -> float:
         """The logarithm of the expected time over the profile's, for steps of this kind."""
-        place = self._places.get(kind)
-        return self.means[0] if place is None else self.means[0] + self.means[place]
+        found, places = self.means[0], self._places
+        if kind in places:
+            found += self.means[places[kind]]
+        if doublings and GROWTH in places:
+            found += doublings * self.means[places[GROWTH]]
+        return found
 
     def successor(self) -> Pace:
         """The prior for another group of steps on the same machine."""
         return Pace([self.means[0]], [[self.covariances[0][0] + UNKNOWN_KIND**2]], self.noise)
 
-    def observe(self, kind: int, found: float) -> None:
+    def observe(self, kind: int, found: float, doublings: float = 0.0) -> None:
         """A step of this kind took exp(`found`) times as long as the profile says."""
-        place = self._place(kind) if kind else 0
-        self._wait(place)
+        parts = [(0, 1.0)]  # what its time consists of: (place in the state, weight)
+        if kind:
+            parts.append((self._place(kind, UNKNOWN_KIND), 1.0))
+        if doublings:
+            parts.append((self._place(GROWTH, UNKNOWN_GROWTH), doublings))
+        self._wait({place for place, _ in parts})
         means, covariances = self.means, self.covariances
-        common, own = covariances[0], covariances[place]
-        with_found = [a + b for a, b in zip(common, own, strict=True)] if place else common
-        explained = with_found[0] + with_found[place] if place else with_found[0]
+        with_found = [sum(w * covariances[place][i] for place, w in parts) for i in range(len(means))]
+        explained = sum(w * with_found[place] for place, w in parts)
         variance = explained + self.noise
         most = SURPRISE * math.sqrt(variance)
-        surprise = min(most, max(-most, found - self.at(kind)))
+        surprise = min(most, max(-most, found - self.at(kind, doublings)))
         for i, gain in enumerate([c / variance for c in with_found]):
             means[i] += gain * surprise
             covariances[i] = [c - gain * w for c, w in zip(covariances[i], with_found, strict=True)]
         unexplained = max(LEAST_NOISE**2, surprise**2 - explained)
         self.noise += NOISE_RATE * (unexplained - self.noise)
 
-    def _place(self, kind: int) -> int:
+    def _place(self, kind: int, unknown: float) -> int:
+        """Place of a correction in the state. `unknown`: standard deviation of its prior."""
         place = self._places.get(kind)
         if place is None:
             place = self._places[kind] = len(self.means)
             for row in self.covariances:
                 row.append(0.0)
             self.means.append(0.0)
-            self.covariances.append([0.0] * place + [UNKNOWN_KIND**2])
+            self.covariances.append([0.0] * place + [unknown**2])
         return place
 
-    def _wait(self, place: int) -> None:
-        """The prediction step: the pace drifts, and corrections of other kinds decay."""
+    def _wait(self, met: Collection[int]) -> None:
+        """The prediction step: the pace drifts, and corrections that this step does not have decay. `met`: places of
+        those that it has."""
         self.covariances[0][0] += DRIFT**2
-        for other in range(1, len(self.means)):
-            if other == place:
+        for kind, place in self._places.items():
+            if place in met:
                 continue
-            self.means[other] *= REMEMBERED
+            self.means[place] *= REMEMBERED
             for row in self.covariances:
-                row[other] *= REMEMBERED
-            self.covariances[other] = [REMEMBERED * c for c in self.covariances[other]]
-            self.covariances[other][other] += (1.0 - REMEMBERED**2) * UNKNOWN_KIND**2
+                row[place] *= REMEMBERED
+            self.covariances[place] = [REMEMBERED * c for c in self.covariances[place]]
+            unknown = UNKNOWN_GROWTH if kind == GROWTH else UNKNOWN_KIND
+            self.covariances[place][place] += (1.0 - REMEMBERED**2) * unknown**2

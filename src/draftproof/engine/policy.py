@@ -33,6 +33,11 @@ STAKE = 0.6
 # `MOST_KEPT` times as long; the first choice for these requests, if it took twice that, up to `FIRST_KEPT` times.
 ROUNDS_KEPT, TOLD_KEPT = 8, 3
 PLAIN_EVERY = 8
+LEAST_LEFT = 0.5  # share of the requests that a choice was made for, with which it is still kept
+# While lookups draft in all steps nothing tells what plain ones take, and a profile that is off by a few per cent decides
+# whether drafts pay. So now and then a few steps are plain: the more often the less is lost by them, which is this
+# share of the time at most. (What a drafter with a model has not seen in them it would miss.)
+PROBED_STEPS, PROBED_SHARE = 4, 0.005
 # Only one in so many steps with drafts corrects the costs, unless savings are low. While a choice's reports may wait,
 # only one in so many is reported, and stands for all of them.
 OBSERVED_EVERY = 4
@@ -76,6 +81,11 @@ class Policy(Protocol):
     @property
     def report_every(self) -> int:
         """Number of steps that saw the drafter of which one is to be reported by `finished`."""
+        ...
+
+    @property
+    def plain_every(self) -> int:
+        """The same for steps that it did not see."""
         ...
 
     def choose(self, asked: list[Progress], num_others: int) -> list[int]:
@@ -125,6 +135,7 @@ class FixedPolicy:
     parts: Parts | None = None
     compares = False
     report_every = PLAIN_EVERY
+    plain_every = PLAIN_EVERY
 
     def __init__(self, num_drafts: int) -> None:
         self._num_drafts = num_drafts
@@ -170,15 +181,32 @@ class Kept:
     is_first: bool
     longer: int
     may_wait: bool
+    is_probe: bool = False  # see `PROBED_STEPS`
+    num_first: int = 0  # requests that it was made for
     price: RowPrice | None = None  # see `Policy.price`, once it was asked for
     num_steps: int = 0
     num_told: int = 0  # steps reported by `finished`
     is_over: bool = False
 
+    def __post_init__(self) -> None:
+        self.num_first = len(self.asked)
+
     def is_for(self, asked: list[Progress], num_others: int) -> bool:
-        """Whether these are its requests. Compares identities: it is called before each step."""
-        alike = len(asked) == len(self.asked) and all(map(operator.is_, asked, self.asked))
-        return alike and num_others == self.num_others
+        """Whether these are its requests, or most of those that it was made for: the others have ended since. Compares
+        identities: it is called before each step."""
+        if num_others != self.num_others:
+            return False
+        if len(asked) < len(self.asked):
+            self._leave_ended(asked)
+        return len(asked) == len(self.asked) and all(map(operator.is_, asked, self.asked))
+
+    def _leave_ended(self, asked: Sequence[Progress]) -> None:
+        """Go on with `asked`, if they are enough of those that it was made for."""
+        ids = set(map(id, asked))
+        left = [pair for pair in zip(self.asked, self.num_drafts, strict=True) if id(pair[0]) in ids]
+        if len(left) == len(asked) >= LEAST_LEFT * self.num_first:
+            self.asked, self.num_drafts = [request for request, _ in left], [number for _, number in left]
+            self.price = None
 
     def count_step(self) -> None:
         """Count a step that it was used for."""
@@ -189,7 +217,9 @@ class Kept:
     def count_told(self, savings: float) -> None:
         """Count a reported step, after which there are these savings."""
         self.num_told += 1
-        if not self.choice.num_drafts:
+        if self.is_probe:
+            self.is_over = self.num_told >= PROBED_STEPS
+        elif not self.choice.num_drafts:
             self.is_over = self.num_told >= TOLD_KEPT * self.longer
         elif not self.may_wait and (STAKE * savings < self.choice.risk or not savings):
             self.is_over = True
@@ -223,11 +253,13 @@ class AutoPolicy:
     number: int = 0  # which of a request's `records` is this policy's
     savings: float = ALLOWANCE
     chooser: Chooser = field(init=False)
-    _context: int = 0  # tokens of all requests, in the last step
+    _length: float = 0.0  # mean tokens of a request in the last step
     _kept: Kept | None = None
     _ready: ReadyChoice | None = None
     _num_taken: int = 0  # reports and steps that were taken in
     _num_unobserved: int = 0  # steps since one has corrected the costs
+    # steps with drafts since plain ones, by the bit length of the number of requests
+    _num_unprobed: Counter[int] = field(default_factory=Counter)
     _until_shadows: int = 0  # steps until requests without drafts have shadow drafts, too
     _first_shadow: list[int] = field(
         default_factory=lambda: [0, 0]
@@ -238,7 +270,7 @@ class AutoPolicy:
     _choosing_seconds: float = 0.0  # time that the last choice took, with the reports before it
 
     def __post_init__(self) -> None:
-        self.chooser = Chooser(self.costs, self.acceptance)
+        self.chooser = Chooser(self.costs, self.acceptance, self.is_lookup)
 
     @property
     def parts(self) -> Parts | None:
@@ -256,6 +288,14 @@ class AutoPolicy:
     @property
     def report_every(self) -> int:
         return OBSERVED_EVERY if self._kept is not None and self._kept.may_wait else 1
+
+    @property
+    def plain_every(self) -> int:
+        return 1 if self.is_probing else PLAIN_EVERY
+
+    @property
+    def is_probing(self) -> bool:
+        return self._kept is not None and self._kept.is_probe
 
     def choose(self, asked: list[Progress], num_others: int) -> list[int]:
         if not asked:
@@ -279,12 +319,26 @@ class AutoPolicy:
         self._let_go()
         kept = self._choice_for(asked, num_others, before)
         self._choosing_seconds = time.perf_counter() - start
+        if self._is_probe_due(kept):
+            return Kept(asked, num_others, [0] * len(asked), kept.choice, False, 1, False, is_probe=True)
         if self.is_lookup:  # nobody asks in advance whether a lookup will draft
             if is_new:
                 self._ready = ReadyChoice(len(asked), kept.choice, self._num_taken)
         elif before is not None and before.is_first and not kept.is_first and self._ready:
             self._make_ready(self._ready.num_requests)
         return kept
+
+    def _is_probe_due(self, kept: Kept) -> bool:
+        """Whether some plain steps are due instead of this choice."""
+        choice, num_requests = kept.choice, len(kept.asked) + kept.num_others
+        if not self.is_lookup or kept.is_first or not choice.num_drafts:
+            return False
+        gain = choice.balanced / num_requests / (1.0 + choice.worst)
+        about_as_many = num_requests.bit_length()
+        if self._num_unprobed[about_as_many] < PROBED_STEPS * (gain - 1.0) / PROBED_SHARE:
+            return False
+        self._num_unprobed[about_as_many] = 0
+        return True
 
     def _made_ready(self, num_requests: int) -> DraftChoice | None:
         """The choice for so many new requests, if it is made and still holds."""
@@ -304,14 +358,21 @@ class AutoPolicy:
 
     def _make_ready(self, num_requests: int) -> DraftChoice:
         counts = {self.acceptance.unknown: num_requests}
-        choice = self.chooser.best(counts, context=self._context, stake=STAKE * self.savings)
+        choice = self.chooser.best(counts, 0, self._context(num_requests), STAKE * self.savings)
         self._ready = ReadyChoice(num_requests, choice, self._num_taken)
         return choice
 
+    def _context(self, num_requests: int) -> int:
+        """Tokens of so many requests, if they are as long as those of the last step."""
+        return round(self._length * num_requests)
+
     def _choice_for(self, asked: list[Progress], num_others: int, before: Kept | None) -> Kept:
         classes = [self.acceptance.class_of(request.records[self.number]) for request in asked]
-        choice = self.chooser.best(Counter(classes), num_others, self._context, STAKE * self.savings)
-        is_first = before is None or not before.is_for(asked, num_others)
+        length = sum(len(request.tokens) for request in asked) / len(asked)  # the others' is not known
+        context = round(length * (len(asked) + num_others))
+        choice = self.chooser.best(Counter(classes), num_others, context, STAKE * self.savings)
+        known = set(map(id, before.asked)) if before is not None else set()
+        is_first = not known.issuperset(map(id, asked))
         return self._kept_for(asked, num_others, classes, choice, is_first=is_first)
 
     def _kept_for(
@@ -357,14 +418,20 @@ class AutoPolicy:
         steps, self._steps = self._steps, []
         self._num_taken += len(steps)
         if steps:
-            self._context = steps[-1][0].context
+            last, _ = steps[-1]
+            self._length = last.context / last.num_requests
             self._take_steps(steps)
 
     def _let_go(self) -> None:
         """Drop the kept choice. What is known of requests that got no drafts under it fades."""
         kept, self._kept = self._kept, None
-        if kept is None:
+        if kept is None or kept.is_probe:
             return
+        about_as_many = (len(kept.asked) + kept.num_others).bit_length()
+        if kept.choice.num_drafts:
+            self._num_unprobed[about_as_many] += kept.num_steps
+        else:
+            self._num_unprobed[about_as_many] = 0
         for request, number in zip(kept.asked, kept.num_drafts, strict=True):
             if not number:
                 request.records[self.number].fade(kept.num_steps)
@@ -380,7 +447,8 @@ class AutoPolicy:
         if not chosen or (self._until_shadows > 0 and self._until_shadows % every):
             return [0] * num_asked
         if self._until_shadows <= 0:
-            plain = self.costs.plain(num_asked + num_others, self._context)
+            num_requests = num_asked + num_others
+            plain = self.costs.plain(num_requests, self._context(num_requests))
             seconds = self.costs.draft.at(min(num_asked, MOST_SHADOWS), most)
             # never in step with the reported plain steps, or these would all have shadow drafts
             self._until_shadows = max(PLAIN_EVERY + 1, math.ceil(seconds / (SHADOW_SHARE * plain)))
@@ -424,7 +492,7 @@ class AutoPolicy:
             choice = self._make_ready(num_requests)
         if not choice.num_drafts:
             return False
-        plain = self.costs.plain(num_requests, self._context) / num_requests
+        plain = self.costs.plain(num_requests, self._context(num_requests)) / num_requests
         num_tokens = min(MOST_TOKENS, request.spec.limit - len(request.tokens))
         saved = num_tokens * (plain - choice.seconds / choice.tokens)
         shown = len(request.tokens) * self.costs.prompt_row_seconds
@@ -452,7 +520,8 @@ class AutoPolicy:
 
     def finished(self, step: StepOutcome) -> None:
         kept = self._kept
-        self._steps.append((step, 1 if step.is_plain else self.report_every))
+        num_steps = 0 if self.is_probing else 1 if step.is_plain else self.report_every
+        self._steps.append((step, num_steps))
         if kept is None or not kept.may_wait or len(self._steps) >= MOST_WAITING:
             self._settle_steps()
         if kept is not None and not step.is_shadow:
@@ -478,8 +547,9 @@ class AutoPolicy:
             if step.is_shadow:
                 continue
             if step.is_plain:
-                gained = INCOME
-                self.acceptance.fade()
+                gained = INCOME * num_steps
+                if num_steps:
+                    self.acceptance.fade()
             else:
                 # by the cost model, not this step's time: a disturbance would have slowed a plain step as well
                 size = step.num_requests, step.num_rows, step.num_drafts

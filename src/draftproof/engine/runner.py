@@ -203,11 +203,9 @@ class ModelRunner:
             scheduled, shape = self.shapes.fitted(
                 step, has_items=items is not None, is_recorded=self.graphs is not EAGER
             )
-        shape = replace(
-            shape,
-            processing=processing,
-            only_sampled=items is None and self._leaves_rows(shape, scheduled),
-        )
+        only_sampled = items is None and self._leaves_rows(shape, scheduled)
+        if processing or only_sampled:
+            shape = replace(shape, processing=processing, only_sampled=only_sampled)
         scheduled_4R = self.state.load(scheduled, shape, step.table_entries)
         if step.masks:
             firsts = itertools.accumulate((s.num_sampled for s in scheduled), initial=0)
@@ -241,11 +239,13 @@ class ModelRunner:
     def _leaves_rows(self, shape: BatchShape, scheduled: Sequence[ScheduledRequest]) -> bool:
         """Whether the last layer may skip the rows that are not sampled: nothing taps or scores them. Recurring shapes
         are recorded with all rows, since few of theirs could be skipped."""
+        if shape.repeats:
+            return False
         taps = self.taps(shape)
         if taps.final or self.target.config.num_layers in taps.layers or not self.target.leaves_rows:
             return False
         some = 0 < shape.num_sampled < shape.num_rows
-        return some and not shape.repeats and not any(s.scored[1] for s in scheduled)
+        return some and not any(s.scored[1] for s in scheduled)
 
     def taps(self, shape: BatchShape) -> Taps:
         """The target's hidden states that the drafter reads in a pass of this shape."""

@@ -55,6 +55,20 @@ class BatchShape:
             num_requests, num_rows, each, num_rows, each, num_drafts, repeats=True, with_drafter=with_drafter
         )
 
+    def resting(self, most_rows: int) -> BatchShape:
+        """This shape, of a step that the drafter does not see, with another bound; faster than `replace`, since there
+        are many such steps."""
+        return BatchShape(
+            self.num_requests,
+            self.num_rows,
+            most_rows,
+            self.num_sampled,
+            self.most_sampled,
+            self.num_drafts,
+            self.repeats,
+            with_drafter=False,
+        )
+
 
 def numbers_of_requests(config: EngineConfig, num_drafts: int) -> tuple[int, ...]:
     """Numbers of requests that decode-only passes are padded to: 1, 2, 4, the multiples of 8 up to 64 and of 32 up to
@@ -155,6 +169,6 @@ class Shapes:
         if self.buckets or not self.has_drafter:
             return shape
         if not shape.with_drafter:
-            return replace(shape, most_rows=most) if is_recorded else shape
+            return shape.resting(most) if is_recorded else shape
         num_drafts = self.num_drafts if self.costs_alike else shape.num_drafts
         return replace(shape, most_rows=most, most_sampled=most, num_drafts=num_drafts)
