@@ -456,7 +456,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="of each cell, about")
     parser.add_argument("--matrix", choices=matrix.NAMES, help="all cells of this kind of device")
     parser.add_argument(
-        "--only", default="", metavar="TEXT", help="of a matrix: drafters whose name contains it"
+        "--only", default="", metavar="REGEX", help="of a matrix: drafters in whose names it is found"
     )
     parser.add_argument("--jobs", type=int, default=1, help="processes of a matrix, on two cores each")
     parser.add_argument("--json", type=Path)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import re
 import subprocess
 import sys
 import tempfile
@@ -75,8 +76,8 @@ def processes() -> Iterator[tuple[str, list[str]]]:
 
 
 def rows(name: str, num_jobs: int, program: str, only: str = "") -> list[dict[str, Any]]:
-    """The rows of all cells, `num_jobs` processes at a time, each on two cores of its own. `only`: of processes whose
-    names contain it. Cells that fail are measured again, which replaces their first row."""
+    """The rows of all cells, `num_jobs` processes at a time, each on two cores of its own. `only`: of processes in whose
+    names this regular expression is found. Cells that fail are measured again, which replaces their first row."""
     assert name in NAMES
     mine = sorted(os.sched_getaffinity(0))
     free: queue.Queue[set[int]] = queue.Queue()
@@ -96,7 +97,7 @@ def rows(name: str, num_jobs: int, program: str, only: str = "") -> list[dict[st
             free.put(cores)
 
     with ThreadPoolExecutor(num_jobs) as pool:
-        chosen = {name: arguments for name, arguments in processes() if only in name}
+        chosen = {name: arguments for name, arguments in processes() if re.search(only, name)}
         first = [row for found in pool.map(run, chosen.items()) for row in found]
         failed = [row for row in first if not holds(row)]
         print(f"{len(failed)} of {len(first)} cells are measured again", flush=True)

@@ -34,7 +34,7 @@ from draftproof.bench import internals
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.ngram import NgramDrafter
 from draftproof.engine.acceptance import acceptance_of
-from draftproof.engine.costs import StepCosts, StepOutcome
+from draftproof.engine.costs import HostCosts, StepCosts, StepOutcome
 from draftproof.engine.interface import RequestSpec, RowPrice
 from draftproof.engine.policy import AutoPolicy, FixedPolicy, Policy
 from draftproof.engine.progress import Progress
@@ -85,7 +85,7 @@ class Recording:
     def step_costs(self) -> StepCosts:
         found = StepCosts(self.levels)
         found.read_json(self.costs)
-        found.host_seconds = self.host_seconds
+        found.host = HostCosts(self.host_seconds)
         return found
 
     def as_json(self) -> dict[str, Any]:
@@ -263,7 +263,7 @@ class Turn:
         self.seconds += seconds
         num_tokens = sum(self._accept(request) for request in self.running)
         if self._num_steps % (self._policy.plain_every if is_plain else self._policy.report_every) == 0:
-            host = self._costs.host_seconds
+            host = self._costs.host.seconds
             self._policy.finished(
                 StepOutcome(num_requests, num_rows, most, num_tokens, context, seconds, host, is_shadow)
             )

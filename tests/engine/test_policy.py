@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import statistics
 from collections.abc import Mapping
@@ -18,15 +19,17 @@ from draftproof.engine.acceptance import (
 )
 from draftproof.engine.costs import (
     GUESSED_DRAFT,
+    LEAST_HOST,
     PROMPT_RATE,
     ROW_SIZES,
     Curve,
     DraftCosts,
+    HostCosts,
     StepCosts,
     StepOutcome,
     rounded_rows,
 )
-from draftproof.engine.draft_choice import WORTH_IT, Chooser, DraftChoice
+from draftproof.engine.draft_choice import WORTH_IT, Chooser, DraftChoice, DraftRows, Part
 from draftproof.engine.interface import RowPrice
 from draftproof.engine.policy import (
     ALLOWANCE,
@@ -616,6 +619,51 @@ def test_what_is_learnt_of_asking_in_vain_is_not_taken_for_verifying() -> None:
     )
 
 
+def test_the_host_takes_longer_for_steps_that_bring_more_tokens() -> None:
+    """Plain steps are then not believed to take it as long as those with long drafts."""
+    host, rng = HostCosts(), random.Random(0)
+    for _ in range(200):
+        num_rows = rng.randrange(30, 69)
+        host.observe(num_rows, 0.2 + 0.01 * num_rows + rng.gauss(0.0, 0.03))
+    assert host.seconds == pytest.approx(0.2 + 0.01 * 50, rel=0.1)
+    assert host.at(4) == pytest.approx(0.24, abs=0.1) and host.at(68) == pytest.approx(0.88, rel=0.1)
+    for _ in range(200):
+        host.observe(4, 0.25)
+    assert host.at(4) == pytest.approx(0.25, rel=0.02)
+    assert host.at(1) >= LEAST_HOST * 0.25 and HostCosts(0.5).at(7) == 0.5
+    host.observe(4, 100.0)
+    assert host.at(4) < 0.3, "a disturbance counts as twice what is expected"
+
+
+def test_a_step_is_priced_by_the_numbers_of_rows_that_it_has_and_not_by_their_mean() -> None:
+    """A drafter that has all 16 drafts in half of the rounds and else none, where the 64th row is the first to cost."""
+    drafts, half = DraftRows(), RequestClass(0, 4)
+    assert half.share == pytest.approx(0.5)
+    drafts.add(Part(1.0, 8.0, 128.0, 1.0, 16, half), 4)
+    deviation = math.sqrt(4 * 64)
+    assert (drafts.mean, drafts.variance, drafts.most) == (32.0, pytest.approx(4 * 64), 64)
+    assert drafts.usual(nobody=0.0) == (round(32 - deviation), round(32 + deviation))
+    alone = DraftRows()
+    alone.add(Part(1.0, 8.0, 128.0, 1.0, 16, half), 1)
+    assert alone.usual(nobody=0.5) == (16, 16)
+    certain = DraftRows()
+    for level in (1, 3):
+        parts = {1: Part(1.0, 1.0, 1.0, 0.5, 1, half), 3: Part(1.0, 2.0, 8.0, 0.5, 3, half)}
+        certain.add(parts[level], 5)
+        assert certain.usual(nobody=0.0) == (5 * level, 5 * level) and certain.most == 5 * level
+    its = policy(0.9, row=0.0, step=0.001, levels=(0, 16))
+    its.acceptance = Acceptance(16, expected=0.9)
+    its.costs.target = Curve({1: 1.0, 40: 1.0, 41: 9.0, 68: 9.0})
+    for _ in range(400):
+        for there in (0, 16):
+            its.acceptance.count_given(AcceptanceRecord(), 16, there)
+    its.__post_init__()
+    counts = {its.acceptance.unknown: 4}
+    choice = its.chooser.best(counts)
+    step = its.costs.step(4, 4 + 32, 16)
+    assert not choice.num_drafts and step < 1.1, "32 draft rows are cheap, but often there are 48"
+
+
 def test_a_choice_is_for_as_many_others() -> None:
     its, one = policy(0.6, row=0.2, step=0.01), request(4)
     assert its.choose([one], 0)[0] > 0 == its.choose([one], 300)[0]
@@ -801,16 +849,16 @@ def test_one_slow_host_says_little() -> None:
     its = costs()
     for _ in range(50):
         its.observe(StepOutcome(1, 1, 0, 1, 0, 1.3, 0.1))
-    assert its.host_seconds == pytest.approx(0.1)
+    assert its.host.seconds == pytest.approx(0.1)
     its.observe(StepOutcome(1, 1, 0, 1, 0, 100.0, 99.0))
-    assert its.host_seconds < 0.12
+    assert its.host.seconds < 0.12
 
 
 def test_the_first_step_says_what_the_host_takes_and_the_first_prompt_the_drafter() -> None:
     its = costs()
     its.observe(StepOutcome(1, 1, 0, 1, 0, 1.3, 0.2))
     its.observe_prompt(10, 1.0)
-    assert its.host_seconds == 0.2 and its.prompt_row_seconds == 0.1
+    assert its.host.seconds == 0.2 and its.prompt_row_seconds == 0.1
     its.observe_prompt(10, 2.0)
     assert its.prompt_row_seconds == pytest.approx(0.1 + PROMPT_RATE * 0.1)
 

@@ -17,7 +17,9 @@ from draftproof.engine.pace import Pace
 
 HOST_RATE = 0.05  # weight of a new step in the average of the host's seconds
 PROMPT_RATE = 0.25  # weight of a new step with prompts in the average of the drafter's seconds per prompt row
-MOST_SLOWER_HOST = 2.0  # a step's host seconds count for at most this many times the average
+MOST_SLOWER_HOST = 2.0  # a step's host seconds count for at most this many times what is expected
+LEAST_HOST = 0.1  # part of the average that a step's host seconds are at least
+SIMILAR_ROWS = 0.05  # numbers of rows that differ by less of their mean say little of what a row takes
 MOST_CAPTURED_ROWS = 256  # maximum rows of a captured step if the number of drafts is chosen per step
 MAX_GRAPH_ROWS = 64  # recording gains nothing for larger passes, except those captured at the start
 ROW_SIZES = (*range(1, 17), *range(18, 33, 2), *range(36, MAX_GRAPH_ROWS + 1, 4))  # of steps with drafts
@@ -149,12 +151,48 @@ class DraftCosts:
 
 
 @dataclass(slots=True)
+class HostCosts:
+    """Seconds of a step outside both passes, as a line over its rows: each token that a step brings is taken over one
+    by one. Example: on one machine 0.25 ms for 4 requests without drafts, and 0.8 ms where they brought 44 tokens.
+
+    The averages are of recent steps."""
+
+    seconds: float = 0.0
+    _num_rows: float = 0.0  # average
+    _spread: float = 0.0  # of the rows: variance
+    _together: float = 0.0  # of seconds and rows: covariance
+    _num_told: int = 0  # steps
+
+    def at(self, num_rows: float) -> float:
+        """Seconds of a step with so many rows."""
+        if not self._num_told:
+            return self.seconds
+        similar = (SIMILAR_ROWS * self._num_rows) ** 2
+        each = max(0.0, self._together / (self._spread + similar))
+        return max(LEAST_HOST * self.seconds, self.seconds + each * (num_rows - self._num_rows))
+
+    def observe(self, num_rows: int, seconds: float) -> None:
+        """Note what a step took."""
+        if self.seconds:
+            seconds = min(seconds, MOST_SLOWER_HOST * self.at(num_rows))
+        if not self._num_told:
+            self._num_rows = num_rows
+        self._num_told += 1
+        rate = max(HOST_RATE, 1 / self._num_told)
+        longer, more = seconds - self.seconds, num_rows - self._num_rows
+        self.seconds += rate * longer
+        self._num_rows += rate * more
+        self._spread += rate * ((1 - rate) * more * more - self._spread)
+        self._together += rate * ((1 - rate) * more * longer - self._together)
+
+
+@dataclass(slots=True)
 class StepCosts:
     """Seconds of a decode-only step.
 
     `target`: by rows. `draft`: by requests and drafts. `context`: what reading keys adds to a target pass with one row
     per request, by the tokens of all requests; `context_row_seconds`: what each further row per request adds, per
-    token of context (small, since the rows of a request read its keys together). `host_seconds`: outside both passes.
+    token of context (small, since the rows of a request read its keys together). `host`: outside both passes.
     `prompt_row_seconds`: of the drafter, per row of a prompt; 0: not known.
     `levels`: numbers of drafts that may be asked for, ascending from 0. `buckets`: where steps are captured, the
     numbers of requests that they are padded to; every request is then padded to the rows of the largest level among
@@ -167,12 +205,11 @@ class StepCosts:
     draft: DraftCosts = field(default_factory=DraftCosts)
     context: Curve = field(default_factory=Curve)
     context_row_seconds: float = 0.0
-    host_seconds: float = 0.0
+    host: HostCosts = field(default_factory=HostCosts)
     prompt_row_seconds: float = 0.0
     spread: float = 1.0
     _paces: dict[int, Pace] = field(default_factory=dict)  # `_kind`'s first number -> pace of such steps
     _last: int = 0  # `_kind`'s first number for the last step
-    _num_told: int = 0  # observed steps
 
     @property
     def target_row_seconds(self) -> float:
@@ -202,14 +239,15 @@ class StepCosts:
         what does not depend on the two is looked up once."""
         pace, drafted = self._pace_of(num_requests, num_requests + 1, 1)
         _, asked = self._pace_of(num_requests, num_requests, 1)
-        fixed = self.host_seconds + self.context.look_up(context)
+        fixed, host_at = self.context.look_up(context), self.host.at
         each_row = self.context_row_seconds * context / num_requests
 
         def step(num_rows: int, num_drafts: int) -> float:
             keys = each_row * (num_rows - num_requests)
             is_drafted = num_rows > num_requests
             times = pace.at(drafted, math.log2(num_rows / num_requests)) if is_drafted else pace.at(asked)
-            return math.exp(times) * (fixed + keys + self._passes(num_requests, num_rows, num_drafts))
+            passes = self._passes(num_requests, num_rows, num_drafts)
+            return math.exp(times) * (host_at(num_rows) + fixed + keys + passes)
 
         return step
 
@@ -218,10 +256,7 @@ class StepCosts:
 
     def observe(self, step: StepOutcome) -> None:
         """Correct the costs by a step that was run."""
-        self._num_told += 1
-        known = self.host_seconds
-        host = min(step.host_seconds, MOST_SLOWER_HOST * known) if known else step.host_seconds
-        self.host_seconds += max(HOST_RATE, 1 / self._num_told) * (host - known)
+        self.host.observe(step.num_rows, step.host_seconds)
         if step.num_asked and step.draft_seconds:
             # where only some have shadow drafts, most of the time is what all rows take
             num_asked = step.num_requests if step.is_shadow else step.num_asked
@@ -272,7 +307,7 @@ class StepCosts:
         """Seconds of a step of this padded size by the profile."""
         keys = self.context.look_up(context)
         keys += self.context_row_seconds * context * (num_rows / num_requests - 1.0)
-        return self.host_seconds + keys + self._passes(num_requests, num_rows, num_drafts)
+        return self.host.at(num_rows) + keys + self._passes(num_requests, num_rows, num_drafts)
 
     def _passes(self, num_requests: int, num_rows: int, num_drafts: int) -> float:
         """Seconds of both passes with empty context."""

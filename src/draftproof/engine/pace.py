@@ -1,9 +1,9 @@
 """How much longer steps take than in the profile, estimated from the steps that run.
 
 A step's time is modelled as the profile's seconds, times the machine's pace, times a correction for its kind of step,
-times noise; steps with drafts also by a power of their rows per request, since the profile may have the first rows right
-and the further ones wrong, or the keys that a step reads in service cost more. The pace is common to all steps and changes from step to step: other programs run, clocks change. A
-correction is an error of the profile and hardly changes. The logarithms of all are estimated jointly by a Kalman
+times noise; for steps with drafts also times a power of their rows per request, since the profile may have few rows
+right and many wrong. The pace is common to all steps and changes from step to step: other programs run, clocks change.
+A correction is an error of the profile and hardly changes. The logarithms of all are estimated jointly by a Kalman
 filter that also estimates the noise, so a step of one kind improves the prediction for other kinds.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 # Standard deviations of logarithms, so roughly relative errors.
-UNKNOWN_PACE = 0.12  # prior of the machine's pace
+UNKNOWN_PACE = 0.2  # prior of the machine's pace
 DRIFT = 0.02  # change of the pace from step to step
 UNKNOWN_KIND = 0.2  # prior of a kind's correction
 UNKNOWN_GROWTH = 0.06  # prior of the correction for each doubling of the rows

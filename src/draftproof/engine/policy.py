@@ -34,10 +34,11 @@ STAKE = 0.6
 ROUNDS_KEPT, TOLD_KEPT = 8, 3
 PLAIN_EVERY = 8
 LEAST_LEFT = 0.5  # share of the requests that a choice was made for, with which it is still kept
-# While lookups draft in all steps nothing tells what plain ones take, and a profile that is off by a few per cent decides
-# whether drafts pay. So now and then a few steps are plain: the more often the less is lost by them, which is this
-# share of the time at most. (What a drafter with a model has not seen in them it would miss.)
+# While lookups draft in all steps nothing tells what plain ones take, and a profile that is off by a few per cent
+# decides whether drafts pay. So now and then a few steps are plain: the more often the less is lost by them, which is
+# this share of the time at most. (A drafter with a model would miss what it has not seen in them.)
 PROBED_STEPS, PROBED_SHARE = 4, 0.005
+FIRST_PROBED = 64  # steps with drafts after which that is first done, whatever is lost by it
 # Only one in so many steps with drafts corrects the costs, unless savings are low. While a choice's reports may wait,
 # only one in so many is reported, and stands for all of them.
 OBSERVED_EVERY = 4
@@ -85,7 +86,7 @@ class Policy(Protocol):
 
     @property
     def plain_every(self) -> int:
-        """The same for steps that it did not see."""
+        """Number of steps that it did not see of which one is to be reported."""
         ...
 
     def choose(self, asked: list[Progress], num_others: int) -> list[int]:
@@ -258,8 +259,8 @@ class AutoPolicy:
     _ready: ReadyChoice | None = None
     _num_taken: int = 0  # reports and steps that were taken in
     _num_unobserved: int = 0  # steps since one has corrected the costs
-    # steps with drafts since plain ones, by the bit length of the number of requests
-    _num_unprobed: Counter[int] = field(default_factory=Counter)
+    # steps with drafts until some are plain, by the bit length of the number of requests
+    _until_probe: dict[int, float] = field(default_factory=dict)
     _until_shadows: int = 0  # steps until requests without drafts have shadow drafts, too
     _first_shadow: list[int] = field(
         default_factory=lambda: [0, 0]
@@ -333,11 +334,11 @@ class AutoPolicy:
         choice, num_requests = kept.choice, len(kept.asked) + kept.num_others
         if not self.is_lookup or kept.is_first or not choice.num_drafts:
             return False
-        gain = choice.balanced / num_requests / (1.0 + choice.worst)
         about_as_many = num_requests.bit_length()
-        if self._num_unprobed[about_as_many] < PROBED_STEPS * (gain - 1.0) / PROBED_SHARE:
+        if self._until_probe.get(about_as_many, FIRST_PROBED) > 0:
             return False
-        self._num_unprobed[about_as_many] = 0
+        gain = choice.balanced / num_requests / (1.0 + choice.worst)
+        self._until_probe[about_as_many] = PROBED_STEPS * (gain - 1.0) / PROBED_SHARE
         return True
 
     def _made_ready(self, num_requests: int) -> DraftChoice | None:
@@ -428,10 +429,11 @@ class AutoPolicy:
         if kept is None or kept.is_probe:
             return
         about_as_many = (len(kept.asked) + kept.num_others).bit_length()
+        until = self._until_probe.get(about_as_many, FIRST_PROBED)
         if kept.choice.num_drafts:
-            self._num_unprobed[about_as_many] += kept.num_steps
+            self._until_probe[about_as_many] = until - kept.num_steps
         else:
-            self._num_unprobed[about_as_many] = 0
+            self._until_probe[about_as_many] = max(until, FIRST_PROBED)
         for request, number in zip(kept.asked, kept.num_drafts, strict=True):
             if not number:
                 request.records[self.number].fade(kept.num_steps)
