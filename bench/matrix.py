@@ -76,8 +76,8 @@ def processes() -> Iterator[tuple[str, list[str]]]:
 
 
 def rows(name: str, num_jobs: int, program: str, only: str = "") -> list[dict[str, Any]]:
-    """The rows of all cells, `num_jobs` processes at a time, each on two cores of its own. `only`: of processes in whose
-    names this regular expression is found. Cells that fail are measured again, which replaces their first row."""
+    """The rows of all cells, `num_jobs` processes at a time, each on two cores of its own. `only`: of processes in
+    whose names this regular expression is found. Cells that fail are measured again, which replaces their first row."""
     assert name in NAMES
     mine = sorted(os.sched_getaffinity(0))
     free: queue.Queue[set[int]] = queue.Queue()
