@@ -78,7 +78,8 @@ class DraftRows:
     mean: float = 0.0
     variance: float = 0.0
     most: int = 0
-    _of_class: dict[RequestClass, tuple[float, float, int]] = field(default_factory=dict)  # of one request
+    # each class's mean and mean square for one request, and its level
+    _of_class: dict[RequestClass, tuple[float, float, int]] = field(default_factory=dict)
 
     def add(self, part: Part, num_requests: int) -> None:
         """Admit this part for each of so many requests."""
