@@ -542,6 +542,46 @@ def test_who_missed_the_drafter_is_not_asked_again() -> None:
     assert any(s.num_drafts for step in runner.steps for s in step.scheduled)
 
 
+class Probing(Chosen):
+    """Asks for three drafts, but in a probe in its middle for none."""
+
+    is_probing = False
+    plain_every = 1
+
+    def __init__(self) -> None:
+        super().__init__(lambda num_outputs: 3)
+        self.told: list[StepOutcome] = []
+
+    def choose(self, asked: list[Progress], num_others: int) -> list[int]:
+        self.is_probing = 6 <= asked[0].num_outputs < 12
+        return [0 if self.is_probing else 3] * len(asked)
+
+    def finished(self, step: StepOutcome) -> None:
+        if self.is_probing:
+            self.told.append(step)
+
+
+@pytest.mark.parametrize("has_kv", [False, True])
+def test_a_drafter_with_keys_and_values_sees_a_probe_and_drafts_on(
+    monkeypatch: pytest.MonkeyPatch, has_kv: bool
+) -> None:
+    """Its time in these steps is not reported; a drafter that misses nothing does not see them."""
+    draft_seconds = 1000.0 if has_kv else 0.0
+    monkeypatch.setattr(Pending, "draft_seconds", draft_seconds)
+    runner = FakeRunner(3)
+    runner.drafter_has_kv = has_kv
+    engine = core(runner)
+    engine.policy = probing = Probing()
+    engine.add_request("a", spec(5, 24))
+    assert ids(finish(engine)["a"]) == list(range(5, 29))
+    steps = [step for step in runner.steps if step.scheduled]
+    probes = [step for step in steps if step.scheduled[0].num_rows == 1 and not step.scheduled[0].num_drafts]
+    assert len(probes) >= 3 and {step.without_drafter for step in probes} == {not has_kv}
+    assert steps[-1].scheduled[0].num_rows > 1, "it drafts on"
+    assert all(step.seconds + draft_seconds < 100 for step in probing.told), "the fake takes no time itself"
+    assert any(step.is_plain for step in probing.told)
+
+
 @pytest.mark.parametrize("will_draft", [False, True])
 def test_a_prompt_is_shown_to_the_drafter_if_drafts_are_to_follow(will_draft: bool) -> None:
     runner = FakeRunner(3)

@@ -34,6 +34,7 @@ from draftproof.engine.interface import RowPrice
 from draftproof.engine.policy import (
     ALLOWANCE,
     FIRST_KEPT,
+    FIRST_PROBED,
     INCOME,
     MOST_KEPT,
     MOST_NEW,
@@ -709,7 +710,7 @@ def test_a_lookup_that_always_drafts_measures_plain_steps_now_and_then(
     """The more often, the less they lose: some half of a per cent. Each of them is reported, and none counts as a step
     whose drafts were left out."""
     its, one = policy(rate, row=0.002, step=0.001), request(4)
-    its.is_lookup, its.savings = True, MOST_SAVED
+    its.is_lookup, its.probes, its.savings = True, True, MOST_SAVED
     its.__post_init__()
     num_plain, known = 0, its.acceptance.accepted.estimates
     for _ in range(4000):
@@ -719,15 +720,15 @@ def test_a_lookup_that_always_drafts_measures_plain_steps_now_and_then(
         its.finished(StepOutcome(1, 1 + k, k, 1 + k, 0, its.costs.step(1, 1 + k, k), 0.0))
     assert least <= num_plain // PROBED_STEPS <= most and num_plain % PROBED_STEPS == 0
     assert its.acceptance.accepted.estimates == known
-    heads = policy(rate, row=0.002, step=0.001)
-    heads.savings = MOST_SAVED
-    assert all(heads.choose([one], 0)[0] for _ in range(4000)), "a model would miss the rows"
+    never = policy(rate, row=0.002, step=0.001)
+    never.savings = MOST_SAVED
+    assert all(never.choose([one], 0)[0] for _ in range(4000))
 
 
 def test_what_plain_steps_take_is_found_out_while_lookups_draft() -> None:
     """The profile says that they take twice as long as they do, so that drafts seem to pay."""
     its, one, num_drafted = policy(0.15, row=0.01, step=0.001, base=2.0), request(4), []
-    its.is_lookup, its.savings = True, MOST_SAVED
+    its.is_lookup, its.probes, its.savings = True, True, MOST_SAVED
     its.__post_init__()
     for _ in range(4000):
         (k,) = its.choose([one], 0)
@@ -735,6 +736,21 @@ def test_what_plain_steps_take_is_found_out_while_lookups_draft() -> None:
         its.finished(StepOutcome(1, 1 + k, k, 1 + (k > 0), 0, drafted if k else 1.0, 0.0))
         num_drafted.append(k > 0)
     assert num_drafted[0] and sum(num_drafted[-2000:]) < 200
+
+
+@pytest.mark.parametrize(("plain", "is_believed"), [(1.0, True), (2.0, False), (2.5, False)])
+def test_what_a_step_takes_that_a_head_sees_is_only_a_bound(plain: float, is_believed: bool) -> None:
+    """It counts if it is clearly less than the profile says, which is 2.01."""
+    its, one = policy(0.9, row=0.01, step=0.001, base=2.0), request(4)
+    its.probes, its.savings, noise, num_plain = True, MOST_SAVED, random.Random(0), 0
+    for _ in range(FIRST_PROBED + 40):
+        (k,) = its.choose([one], 0)
+        seconds = its.costs.target.at(1 + k) if k else plain
+        num_plain += not k
+        seconds *= math.exp(noise.gauss(0.0, 0.01))
+        its.finished(StepOutcome(1, 1 + k, k, 1 + k, 0, seconds, 0.0))
+    assert num_plain == PROBED_STEPS and (its.costs.plain(1) < 1.5) == is_believed
+    assert is_believed or its.costs.plain(1) == pytest.approx(2.01, rel=0.05)
 
 
 def test_who_gets_no_drafts_is_known_less_with_each_step() -> None:

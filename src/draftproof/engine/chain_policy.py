@@ -47,6 +47,11 @@ class ChainPolicy:
     def plain_every(self) -> int:
         return self.lookups.plain_every
 
+    @property
+    def is_probing(self) -> bool:
+        """Never for the models: with or without lookups' drafts they see the rows only while they draft."""
+        return False
+
     def choose(self, asked: list[Progress], num_others: int) -> list[int]:
         of_lookups = self.lookups.choose(asked, num_others)
         # the model's drafters have not seen all rows of the others

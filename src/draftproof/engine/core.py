@@ -121,13 +121,11 @@ class EngineCore:
             output = self.scheduler.schedule()
         return output
 
-    def _launch(
-        self, output: SchedulerOutput, wanted: Wanted, planned: float, *, is_shown: bool = False
-    ) -> None:
+    def _launch(self, output: SchedulerOutput, wanted: Wanted, planned: float) -> None:
         """Launch the step, and advance the requests' bounds by the most it can add. `planned`: when planning began
-        (`time.perf_counter`); `is_shown`: show the drafter the rows even if no drafts are wanted."""
+        (`time.perf_counter`)."""
         start = time.perf_counter()
-        may_rest = not is_shown and self.drafting.may_rest(output.rows, wanted.num_drafts)
+        may_rest = not wanted.is_shown and self.drafting.may_rest(output.rows, wanted.num_drafts)
         step = self._step_input(output, wanted, without_drafter=may_rest)
         requests = self._step_requests = [rows.request for rows in output.rows]
         for request in output.admitted:
@@ -395,8 +393,8 @@ class EngineCore:
             left = len(request.tokens) - 1 - request.num_computed
             is_last = rows.num_rows >= left
             chunk = PlannedRows(request, rows.start, min(rows.num_rows, left), 0)
-            output, wanted = replace(output, rows=[chunk]), Wanted([num_drafts if is_last else 0])
-            self._launch(output, wanted, time.perf_counter(), is_shown=True)
+            wanted = Wanted([num_drafts if is_last else 0], is_shown=True)
+            self._launch(replace(output, rows=[chunk]), wanted, time.perf_counter())
             self._take_in(0)
             if is_last:
                 return self.runner.known_drafts(request.slot, len(request.tokens), request.num_drafts)

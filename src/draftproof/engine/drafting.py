@@ -29,13 +29,14 @@ def can_compare(runner: Runner) -> bool:
 
 class Wanted(NamedTuple):
     """Drafts to ask for after a step, per request. `shadowing`: what is to become of them; see `InFlightStep`. The
-    others: see `StepInput`."""
+    others: see `StepInput`. `is_shown`: the drafter sees the step even if no drafts are wanted."""
 
     num_drafts: Sequence[int]
     shadowing: Shadowing | None = None
     price: RowPrice = RowPrice()
     without_models: bool = False
     most_model_drafts: int | None = None
+    is_shown: bool = False
 
 
 class Drafting:
@@ -74,7 +75,8 @@ class Drafting:
             return self._wanted_of_parts(rows, asked, self.policy.parts, shadows)
         most = _of_rows(rows, asked, chosen)
         if not any(shadows):
-            return Wanted(most, price=self._price(most))
+            is_shown = self._has_kv and self.policy.is_probing
+            return Wanted(most, price=self._price(most), is_shown=is_shown)
         shadows = _of_rows(rows, asked, shadows)
         num_drafts = [max(pair) for pair in zip(most, shadows, strict=True)]
         shadowing = Shadowing(most, [number > 0 for number in shadows])
@@ -210,6 +212,8 @@ class Drafting:
         # not a chain's, which depends on which member drafts, nor where a lookup waits for the device
         draft_seconds = pending.draft_seconds if self.compares else 0.0
         host_seconds = max(0.0, seconds - passes)
+        if policy.is_probing:
+            seconds -= pending.draft_seconds
         self.policy.finished(
             flight.outcome(results, seconds, host_seconds, draft_seconds, is_typical=is_typical)
         )

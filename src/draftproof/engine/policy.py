@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
+import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -34,10 +35,12 @@ STAKE = 0.6
 ROUNDS_KEPT, TOLD_KEPT = 8, 3
 PLAIN_EVERY = 8
 LEAST_LEFT = 0.5  # share of the requests that a choice was made for, with which it is still kept
-# While lookups draft in all steps nothing tells what plain ones take, and a profile that is off by a few per cent
-# decides whether drafts pay. So now and then a few steps are plain: the more often the less is lost by them, which is
-# this share of the time at most. (A drafter with a model would miss what it has not seen in them.)
+# While all steps draft nothing tells what plain ones take, and a profile that is off by a few per cent decides whether
+# drafts pay. So now and then a few steps have no drafts: the more often the less is lost by them, which is this share
+# of the time at most. A drafter with a model still sees these, so as not to miss their rows, and takes the target's
+# weights out of the caches. So what they take besides is only a bound: it counts if it is clearly less than expected.
 PROBED_STEPS, PROBED_SHARE = 4, 0.005
+CLEARLY_LESS = 0.95
 FIRST_PROBED = 64  # steps with drafts after which that is first done, whatever is lost by it
 # Only one in so many steps with drafts corrects the costs, unless savings are low. While a choice's reports may wait,
 # only one in so many is reported, and stands for all of them.
@@ -89,6 +92,12 @@ class Policy(Protocol):
         """Number of steps that it did not see of which one is to be reported."""
         ...
 
+    @property
+    def is_probing(self) -> bool:
+        """Whether the last choice has no drafts only to find out what such steps take: the drafter is to see them, if
+        it would miss their rows, and its time is left out of the report."""
+        ...
+
     def choose(self, asked: list[Progress], num_others: int) -> list[int]:
         """Number of drafts for each of `asked`, which decode in the next pass beside `num_others` requests that cannot
         draft. All 0: the drafter may be skipped."""
@@ -137,6 +146,7 @@ class FixedPolicy:
     compares = False
     report_every = PLAIN_EVERY
     plain_every = PLAIN_EVERY
+    is_probing = False
 
     def __init__(self, num_drafts: int) -> None:
         self._num_drafts = num_drafts
@@ -250,6 +260,7 @@ class AutoPolicy:
     costs: StepCosts
     acceptance: Acceptance
     is_lookup: bool = False  # its drafts are compared with the output
+    probes: bool = False  # now and then some steps have no drafts, see `PROBED_STEPS`
     is_cut: bool = False  # the drafter, a lookup, itself ends proposals where they do not pay
     number: int = 0  # which of a request's `records` is this policy's
     savings: float = ALLOWANCE
@@ -268,6 +279,7 @@ class AutoPolicy:
     # reports to be taken in: (method, arguments); and steps, each with the number that it stands for
     _reports: list[tuple[Callable[..., None], tuple[Any, ...]]] = field(default_factory=list)
     _steps: list[tuple[StepOutcome, int]] = field(default_factory=list)
+    _probed: list[StepOutcome] = field(default_factory=list)  # steps of a probe that the drafter sees
     _choosing_seconds: float = 0.0  # time that the last choice took, with the reports before it
 
     def __post_init__(self) -> None:
@@ -332,7 +344,7 @@ class AutoPolicy:
     def _is_probe_due(self, kept: Kept) -> bool:
         """Whether some plain steps are due instead of this choice."""
         choice, num_requests = kept.choice, len(kept.asked) + kept.num_others
-        if not self.is_lookup or kept.is_first or not choice.num_drafts:
+        if not self.probes or kept.is_first or not choice.num_drafts:
             return False
         about_as_many = num_requests.bit_length()
         if self._until_probe.get(about_as_many, FIRST_PROBED) > 0:
@@ -426,7 +438,10 @@ class AutoPolicy:
     def _let_go(self) -> None:
         """Drop the kept choice. What is known of requests that got no drafts under it fades."""
         kept, self._kept = self._kept, None
-        if kept is None or kept.is_probe:
+        if kept is None:
+            return
+        if kept.is_probe:
+            self._take_probed()
             return
         about_as_many = (len(kept.asked) + kept.num_others).bit_length()
         until = self._until_probe.get(about_as_many, FIRST_PROBED)
@@ -437,6 +452,20 @@ class AutoPolicy:
         for request, number in zip(kept.asked, kept.num_drafts, strict=True):
             if not number:
                 request.records[self.number].fade(kept.num_steps)
+
+    def _take_probed(self) -> None:
+        """Correct the costs by the steps of a probe that the drafter saw."""
+        probed, self._probed = self._probed, []
+        if not probed:
+            return
+        longer = [
+            step.seconds / self.costs.plain(step.num_requests, step.context)
+            for step in probed
+            if step.is_plain and step.is_typical
+        ]
+        if longer and statistics.median(longer) < CLEARLY_LESS:
+            for step in probed:
+                self.costs.observe(step)
 
     def shadows(self, chosen: Sequence[int], num_others: int) -> list[int]:
         """Those that draft, while little is known in each step and later in some, and now and then all. Few at a time,
@@ -522,8 +551,11 @@ class AutoPolicy:
 
     def finished(self, step: StepOutcome) -> None:
         kept = self._kept
-        num_steps = 0 if self.is_probing else 1 if step.is_plain else self.report_every
-        self._steps.append((step, num_steps))
+        if self.is_probing and not self.is_lookup:
+            self._probed.append(step)
+        else:
+            num_steps = 0 if self.is_probing else 1 if step.is_plain else self.report_every
+            self._steps.append((step, num_steps))
         if kept is None or not kept.may_wait or len(self._steps) >= MOST_WAITING:
             self._settle_steps()
         if kept is not None and not step.is_shadow:

@@ -230,7 +230,8 @@ def _policy(base: Base, drafters: Drafters, runner: ModelRunner) -> Policy:
     if is_lookup and runner.is_divided:
         return _chain_policy(costs, drafters, is_cut=is_cut)
     acceptance = acceptance_of(drafters.num_drafts, has_kv=has_kv)
-    return AutoPolicy(costs, acceptance, is_lookup=is_lookup, is_cut=is_cut)
+    is_timed = not runner.async_depth and not costs.is_padded  # each pass by the host's clock
+    return AutoPolicy(costs, acceptance, is_lookup=is_lookup, probes=is_timed, is_cut=is_cut)
 
 
 def _chain_policy(costs: StepCosts, drafters: Drafters, *, is_cut: bool) -> ChainPolicy:
@@ -242,7 +243,11 @@ def _chain_policy(costs: StepCosts, drafters: Drafters, *, is_cut: bool) -> Chai
     of_models.levels = tuple(k for k in costs.levels if k <= most)
     return ChainPolicy(
         AutoPolicy(
-            of_lookups, acceptance_of(drafters.num_drafts, has_kv=False), is_lookup=True, is_cut=is_cut
+            of_lookups,
+            acceptance_of(drafters.num_drafts, has_kv=False),
+            is_lookup=True,
+            probes=True,
+            is_cut=is_cut,
         ),
         AutoPolicy(of_models, acceptance_of(most, has_kv=True), number=1),
     )
