@@ -683,6 +683,14 @@ def test_a_choice_is_kept_for_those_that_are_left() -> None:
     assert its._kept.is_first
 
 
+def test_a_choice_for_captured_steps_is_made_again_once_a_request_has_ended() -> None:
+    its, asked = policy(0.9, row=0.001, step=0.01, buckets=(1, 2, 4)), [request(4, n) for n in range(4)]
+    its.choose(asked, 0)
+    made = its._kept
+    its.choose(asked[1:], 0)
+    assert its._kept is not made
+
+
 def test_a_choice_is_not_kept_for_others() -> None:
     its, asked = policy(0.9, row=0.001, step=0.01), [request(4, n) for n in range(4)]
     its.choose(asked, 0)

@@ -192,15 +192,12 @@ class Kept:
     is_first: bool
     longer: int
     may_wait: bool
+    fewest: float = 0.0  # requests with which it is still kept
     is_probe: bool = False  # see `PROBED_STEPS`
-    num_first: int = 0  # requests that it was made for
     price: RowPrice | None = None  # see `Policy.price`, once it was asked for
     num_steps: int = 0
     num_told: int = 0  # steps reported by `finished`
     is_over: bool = False
-
-    def __post_init__(self) -> None:
-        self.num_first = len(self.asked)
 
     def is_for(self, asked: list[Progress], num_others: int) -> bool:
         """Whether these are its requests, or most of those that it was made for: the others have ended since. Compares
@@ -215,7 +212,7 @@ class Kept:
         """Go on with `asked`, if they are enough of those that it was made for."""
         ids = set(map(id, asked))
         left = [pair for pair in zip(self.asked, self.num_drafts, strict=True) if id(pair[0]) in ids]
-        if len(left) == len(asked) >= LEAST_LEFT * self.num_first:
+        if len(left) == len(asked) >= self.fewest:
             self.asked, self.num_drafts = [request for request, _ in left], [number for _, number in left]
             self.price = None
 
@@ -333,7 +330,10 @@ class AutoPolicy:
         kept = self._choice_for(asked, num_others, before)
         self._choosing_seconds = time.perf_counter() - start
         if self._is_probe_due(kept):
-            return Kept(asked, num_others, [0] * len(asked), kept.choice, False, 1, False, is_probe=True)
+            num_drafts = [0] * len(asked)
+            return Kept(
+                asked, num_others, num_drafts, kept.choice, False, 1, False, kept.fewest, is_probe=True
+            )
         if self.is_lookup:  # nobody asks in advance whether a lookup will draft
             if is_new:
                 self._ready = ReadyChoice(len(asked), kept.choice, self._num_taken)
@@ -410,7 +410,9 @@ class AutoPolicy:
             affordable = (self.savings - ALLOWANCE) / max(num_steps * choice.worst, 1e-9)
             may_wait = affordable >= 1.0
             longer = min(longer, int(affordable)) if may_wait else longer
-        return Kept(asked, num_others, num_drafts, choice, is_first, longer, may_wait)
+        # where steps are captured the time of a choice hardly counts, and another number of requests has other levels
+        fewest = len(asked) * (1.0 if self.costs.is_padded else LEAST_LEFT)
+        return Kept(asked, num_others, num_drafts, choice, is_first, longer, may_wait, fewest)
 
     def _report(self, take: Callable[..., None], *given: Any) -> None:
         """Note what `take(*given)` takes in before the next choice."""
