@@ -107,6 +107,7 @@ def test_a_cell_that_fails_is_measured_again_for_longer(
         return [{**row, "ratios": {"auto/plain": ok}}]
 
     named = [("good", ["--batches", "16,4"]), ("unlucky", ["--batches", "16,4", "--seconds", "9"])]
+    assert not matrix.holds({"same": False, "ratios": {}}), "which is not tried again"
     monkeypatch.setattr(matrix, "processes", lambda: iter(named))
     monkeypatch.setattr(matrix, "_run", run)
     good, unlucky = matrix.rows("cpu", 1, "")

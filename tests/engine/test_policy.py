@@ -683,6 +683,53 @@ def test_a_choice_is_kept_for_those_that_are_left() -> None:
     assert its._kept.is_first
 
 
+def test_the_price_is_that_of_the_requests_that_are_left() -> None:
+    its, asked = policy(0.9, row=0.001, step=0.01), [request(4, n) for n in range(8)]
+    its.choose(asked, 0)
+    whole = its.price()
+    made = its._kept
+    its.choose(asked[4:], 0)
+    assert its._kept is made
+    half = its.price()
+    its._let_go()
+    its.choose(asked[4:], 0)
+    anew = its.price()
+    assert half.others == pytest.approx(anew.others, rel=0.02) and half.rows == pytest.approx(
+        anew.rows, rel=0.1
+    )
+    assert half.others == pytest.approx(whole.others * 3 / 7)
+
+
+def test_a_probe_ends_also_if_nobody_is_asked_any_more() -> None:
+    """Its requests have ended in it, and only others decode, which cannot draft."""
+    its, one = policy(0.9, row=0.01, step=0.01), request(4)
+    its.probes, its.savings = True, MOST_SAVED
+    while not its.is_probing:
+        (k,) = its.choose([one], 0)
+        its.finished(StepOutcome(1, 1 + k, k, 1 + k, 0, its.costs.step(1, 1 + k, k), 0.0))
+    its.savings = 0.0
+    for _ in range(100):
+        its.finished(plain_step(1.0))
+    assert not its.is_probing and its.plain_every == PLAIN_EVERY and len(its._probed) <= PROBED_STEPS
+    assert its.savings > 90 * INCOME
+
+
+def test_a_probe_s_first_step_counts_as_what_it_is() -> None:
+    """It verifies the drafts that there are, and is none of those that tell what plain steps take."""
+    its, one, told = policy(0.9, row=0.01, step=0.01), request(4), list[int]()
+    its.is_lookup, its.probes, its.savings = True, True, 10.0
+    verifying = 0
+    while len(told) < PROBED_STEPS + 1:
+        (k,) = its.choose([one], 0)
+        before = its.savings = 10.0
+        its.finished(StepOutcome(1, 1 + verifying, k, 1 + verifying, 0, 1.0, 0.0))
+        if not k:
+            told.append(verifying)
+            assert (its.savings > before) == (verifying > 0)
+        verifying = k
+    assert its.choose([one], 0)[0] > 0 and told == [told[0]] + [0] * PROBED_STEPS and told[0] > 0
+
+
 def test_a_choice_for_captured_steps_is_made_again_once_a_request_has_ended() -> None:
     its, asked = policy(0.9, row=0.001, step=0.01, buckets=(1, 2, 4)), [request(4, n) for n in range(4)]
     its.choose(asked, 0)

@@ -53,10 +53,11 @@ class ChainPolicy:
         return False
 
     def choose(self, asked: list[Progress], num_others: int) -> list[int]:
-        of_lookups = self.lookups.choose(asked, num_others)
         # the model's drafters have not seen all rows of the others
         able = [request for request in asked if request.draft_hole is None]
         chosen = self.models.choose(able, num_others + len(asked) - len(able))
+        self.lookups.probes = not any(chosen)  # else no step would be plain
+        of_lookups = self.lookups.choose(asked, num_others)
         of_models = chosen
         if len(able) < len(asked):
             found = {id(request): number for request, number in zip(able, chosen, strict=True)}

@@ -136,7 +136,7 @@ class EngineCore:
         is_missed = (step.without_drafter or step.without_models) and self.runner.drafter_has_kv
         for request, scheduled in zip(requests, step.scheduled, strict=True):
             if is_missed:
-                if request.draft_hole is None or is_divided:
+                if request.draft_hole is None or request.is_hole_partial or is_divided:
                     request.miss_drafter(scheduled.start, is_partial=is_divided)
             elif pending.draft_state_lost:
                 is_partial = scheduled.slot not in pending.undrafted_slots

@@ -11,7 +11,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 from draftproof.engine.acceptance import Acceptance, RequestClass
@@ -192,6 +192,7 @@ class Kept:
     is_first: bool
     longer: int
     may_wait: bool
+    num_made: int = 0  # requests that it was made for, others included
     fewest: float = 0.0  # requests with which it is still kept
     is_probe: bool = False  # see `PROBED_STEPS`
     price: RowPrice | None = None  # see `Policy.price`, once it was asked for
@@ -219,14 +220,16 @@ class Kept:
     def count_step(self) -> None:
         """Count a step that it was used for."""
         self.num_steps += 1
-        if self.choice.num_drafts and self.num_steps >= ROUNDS_KEPT * self.longer:
+        if self.is_probe:
+            self.is_over = self.num_steps >= 2 * PROBED_STEPS  # with prompts beside them steps are not told
+        elif self.choice.num_drafts and self.num_steps >= ROUNDS_KEPT * self.longer:
             self.is_over = True
 
     def count_told(self, savings: float) -> None:
         """Count a reported step, after which there are these savings."""
         self.num_told += 1
         if self.is_probe:
-            self.is_over = self.num_told >= PROBED_STEPS
+            self.is_over = self.is_over or self.num_told >= PROBED_STEPS
         elif not self.choice.num_drafts:
             self.is_over = self.num_told >= TOLD_KEPT * self.longer
         elif not self.may_wait and (STAKE * savings < self.choice.risk or not savings):
@@ -305,7 +308,8 @@ class AutoPolicy:
 
     @property
     def is_probing(self) -> bool:
-        return self._kept is not None and self._kept.is_probe
+        kept = self._kept
+        return kept is not None and kept.is_probe and not kept.is_over
 
     def choose(self, asked: list[Progress], num_others: int) -> list[int]:
         if not asked:
@@ -331,9 +335,7 @@ class AutoPolicy:
         self._choosing_seconds = time.perf_counter() - start
         if self._is_probe_due(kept):
             num_drafts = [0] * len(asked)
-            return Kept(
-                asked, num_others, num_drafts, kept.choice, False, 1, False, kept.fewest, is_probe=True
-            )
+            return replace(kept, num_drafts=num_drafts, longer=1, may_wait=False, is_probe=True)
         if self.is_lookup:  # nobody asks in advance whether a lookup will draft
             if is_new:
                 self._ready = ReadyChoice(len(asked), kept.choice, self._num_taken)
@@ -344,13 +346,16 @@ class AutoPolicy:
     def _is_probe_due(self, kept: Kept) -> bool:
         """Whether some plain steps are due instead of this choice."""
         choice, num_requests = kept.choice, len(kept.asked) + kept.num_others
-        if not self.probes or kept.is_first or not choice.num_drafts:
+        if not self.probes or kept.is_first or kept.num_others or not choice.num_drafts:
             return False
         about_as_many = num_requests.bit_length()
         if self._until_probe.get(about_as_many, FIRST_PROBED) > 0:
             return False
-        gain = choice.balanced / num_requests / (1.0 + choice.worst)
-        self._until_probe[about_as_many] = PROBED_STEPS * (gain - 1.0) / PROBED_SHARE
+        plain = choice.seconds / (1.0 + choice.worst)
+        lost = choice.balanced / num_requests / (1.0 + choice.worst) - 1.0  # plain steps that each step loses
+        if not self.is_lookup:  # it sees the steps
+            lost += self.costs.draft.at(num_requests, self.costs.levels[1]) / plain
+        self._until_probe[about_as_many] = PROBED_STEPS * lost / PROBED_SHARE
         return True
 
     def _made_ready(self, num_requests: int) -> DraftChoice | None:
@@ -412,7 +417,8 @@ class AutoPolicy:
             longer = min(longer, int(affordable)) if may_wait else longer
         # where steps are captured the time of a choice hardly counts, and another number of requests has other levels
         fewest = len(asked) * (1.0 if self.costs.is_padded else LEAST_LEFT)
-        return Kept(asked, num_others, num_drafts, choice, is_first, longer, may_wait, fewest)
+        num_made = len(asked) + num_others
+        return Kept(asked, num_others, num_drafts, choice, is_first, longer, may_wait, num_made, fewest)
 
     def _report(self, take: Callable[..., None], *given: Any) -> None:
         """Note what `take(*given)` takes in before the next choice."""
@@ -457,15 +463,9 @@ class AutoPolicy:
 
     def _take_probed(self) -> None:
         """Correct the costs by the steps of a probe that the drafter saw."""
-        probed, self._probed = self._probed, []
-        if not probed:
-            return
-        longer = [
-            step.seconds / self.costs.plain(step.num_requests, step.context)
-            for step in probed
-            if step.is_plain and step.is_typical
-        ]
-        if longer and statistics.median(longer) < CLEARLY_LESS:
+        probed, self._probed = [step for step in self._probed if step.is_typical], []
+        longer = [step.seconds / self.costs.plain(step.num_requests, step.context) for step in probed]
+        if len(longer) > 1 and statistics.median(longer) < CLEARLY_LESS:
             for step in probed:
                 self.costs.observe(step)
 
@@ -501,21 +501,21 @@ class AutoPolicy:
         if kept is None or self.costs.is_padded:
             return RowPrice()
         if kept.price is None:
-            kept.price = self._price_with(kept.choice, len(kept.asked) + kept.num_others)
+            kept.price = self._price_with(kept.choice, kept.num_made, len(kept.asked) + kept.num_others)
         return kept.price
 
-    def _price_with(self, choice: DraftChoice, num_requests: int) -> RowPrice:
-        """The price in steps like those of `choice`. Without drafts too: those that are only compared tell whether
-        drafts at this price would pay."""
+    def _price_with(self, choice: DraftChoice, num_made: int, num_requests: int) -> RowPrice:
+        """The price in steps like those of `choice`, made for `num_made` requests of which `num_requests` are left.
+        Without drafts too: those that are only compared tell whether drafts at this price would pay."""
         most = max(choice.num_drafts.values(), default=self.costs.levels[1])
         fewest, all_rows = (self.costs.step(num_requests, num_requests * (1 + k), most) for k in (0, most))
         each = (all_rows - fewest) / (num_requests * most)
         if each <= 0:
             return RowPrice()
-        of_others = (num_requests - 1) / num_requests
-        seconds = fewest + max(0.0, choice.seconds - fewest) * of_others
+        of_others = (num_requests - 1) / num_made
+        longer = max(0.0, choice.seconds - self.costs.step(num_made, num_made, most))
         patience = PATIENCE if self.is_cut else 1.0
-        return RowPrice(choice.tokens * of_others, patience * seconds / each)
+        return RowPrice(choice.tokens * of_others, patience * (fewest + longer * of_others) / each)
 
     def will_draft(self, request: Progress, num_others: int, num_lost: int = 0) -> bool:
         num_requests = 1 + num_others  # all assumed to be like this one
@@ -553,20 +553,22 @@ class AutoPolicy:
 
     def finished(self, step: StepOutcome) -> None:
         kept = self._kept
-        if self.is_probing and not self.is_lookup:
+        is_probed = self.is_probing and step.is_plain  # its first step verifies the drafts that there are
+        if is_probed and not self.is_lookup:
             self._probed.append(step)
         else:
-            num_steps = 0 if self.is_probing else 1 if step.is_plain else self.report_every
+            num_steps = 0 if is_probed else 1 if step.is_plain else self.report_every
             self._steps.append((step, num_steps))
         if kept is None or not kept.may_wait or len(self._steps) >= MOST_WAITING:
             self._settle_steps()
-        if kept is not None and not step.is_shadow:
+        if kept is not None and not step.is_shadow and (step.is_plain or not kept.is_probe):
             kept.count_told(self.savings)
 
     def rested(self) -> None:
         """A reported step had no drafts of these drafters, whoever else made some."""
-        self.acceptance.fade()
-        self.savings = min(MOST_SAVED, self.savings + INCOME)
+        if not self.is_probing:
+            self.acceptance.fade()
+            self.savings = min(MOST_SAVED, self.savings + INCOME)
         if self._kept is not None:
             self._kept.count_told(self.savings)
 
