@@ -243,8 +243,7 @@ class Bench:
             is_late = time.perf_counter() - start > self.seconds
             if is_late and number >= FEWEST_TURNS and noise is None:
                 return number
-            is_noise = noise is not None and number * 3 // self.num_turns == 1
-            if noise is not None and is_noise:
+            if noise is not None and number * 3 // self.num_turns == 1:
                 given, params = self._turn(number, num, noise, temperature=NOISE_TEMPERATURE)
             else:
                 given, params = self._turn(number, num, prompts)

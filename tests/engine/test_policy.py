@@ -31,26 +31,20 @@ from draftproof.engine.costs import (
 )
 from draftproof.engine.draft_choice import WORTH_IT, Chooser, DraftChoice, DraftRows, Part
 from draftproof.engine.interface import RowPrice
+from draftproof.engine.kept_choice import FIRST_KEPT, MOST_KEPT, PLAIN_EVERY, ROUNDS_KEPT, TOLD_KEPT, Kept
 from draftproof.engine.policy import (
     ALLOWANCE,
-    FIRST_KEPT,
-    FIRST_PROBED,
     INCOME,
-    MOST_KEPT,
     MOST_NEW,
     MOST_SAVED,
     MOST_TAKEN,
     MOST_WAITING,
     PATIENCE,
-    PLAIN_EVERY,
-    PROBED_STEPS,
-    ROUNDS_KEPT,
     STAKE,
-    TOLD_KEPT,
     AutoPolicy,
     FixedPolicy,
-    Kept,
 )
+from draftproof.engine.probes import FIRST_PROBED, PROBED_STEPS
 from draftproof.engine.progress import Progress
 from draftproof.engine.shadows import Comparison
 from tests.engine.test_scheduler import request
@@ -710,7 +704,7 @@ def test_a_probe_ends_also_if_nobody_is_asked_any_more() -> None:
     its.savings = 0.0
     for _ in range(100):
         its.finished(plain_step(1.0))
-    assert not its.is_probing and its.plain_every == PLAIN_EVERY and len(its._probed) <= PROBED_STEPS
+    assert not its.is_probing and its.plain_every == PLAIN_EVERY and len(its._probes.steps) <= PROBED_STEPS
     assert its.savings > 90 * INCOME
 
 

@@ -12,13 +12,12 @@ from draftproof import LLM, SamplingParams, assets
 from draftproof.engine.acceptance import Acceptance, AcceptanceRecord
 from draftproof.engine.costs import DraftCosts, StepCosts, StepOutcome
 from draftproof.engine.drafting import COMPARED_EVERY
+from draftproof.engine.kept_choice import PLAIN_EVERY, ROUNDS_KEPT
 from draftproof.engine.policy import (
     ALLOWANCE,
     MOST_SAVED,
     MOST_SHADOWS,
     OBSERVED_EVERY,
-    PLAIN_EVERY,
-    ROUNDS_KEPT,
     SHADOWS_EVERY,
     STAKE,
     AutoPolicy,

@@ -89,9 +89,8 @@ class ChainPolicy:
             self.models.finished(step._replace(num_drafts=most))
             self.lookups.rested()
         elif step.is_plain:
-            is_probing = (
-                self.lookups.is_probing
-            )  # then each step is told, and for the models that would be too many
+            # in a probe each step is told, which would be too many for the models
+            is_probing = self.lookups.is_probing
             self.lookups.finished(step)
             if not is_probing:
                 self.models.finished(step)

@@ -6,8 +6,6 @@ Letters: R requests that decode in a pass, k drafts of one request, K the maximu
 from __future__ import annotations
 
 import math
-import operator
-import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -18,6 +16,17 @@ from draftproof.engine.acceptance import Acceptance, RequestClass
 from draftproof.engine.costs import StepCosts, StepOutcome
 from draftproof.engine.draft_choice import RISKED_ON_MANY, Chooser, DraftChoice
 from draftproof.engine.interface import RowPrice
+from draftproof.engine.kept_choice import (
+    FIRST_KEPT,
+    LEAST_LEFT,
+    MOST_KEPT,
+    PLAIN_EVERY,
+    ROUNDS_KEPT,
+    TOLD_KEPT,
+    Kept,
+    ReadyChoice,
+)
+from draftproof.engine.probes import Probes
 from draftproof.engine.progress import Progress
 from draftproof.engine.shadows import Comparison
 from draftproof.metrics import Prediction
@@ -28,24 +37,9 @@ ALLOWANCE = 2.0
 INCOME = 0.08
 MOST_SAVED = 30.0
 STAKE = 0.6
-# For how long a choice is kept, since making one takes the host as long as a layer or two of a small model. With
-# drafts, while the savings allow it: `ROUNDS_KEPT` steps. Without drafts: `TOLD_KEPT` reported steps, of which there is
-# one in `PLAIN_EVERY`, since they are alike. If choosing would then take more than `CHOOSING_SHARE` of the time, up to
-# `MOST_KEPT` times as long; the first choice for these requests, if it took twice that, up to `FIRST_KEPT` times.
-ROUNDS_KEPT, TOLD_KEPT = 8, 3
-PLAIN_EVERY = 8
-LEAST_LEFT = 0.5  # share of the requests that a choice was made for, with which it is still kept
-# While all steps draft nothing tells what plain ones take, and a profile that is off by a few per cent decides whether
-# drafts pay. So now and then a few steps have no drafts: the more often the less is lost by them, which is this share
-# of the time at most. A drafter with a model still sees these, so as not to miss their rows, and takes the target's
-# weights out of the caches. So what they take besides is only a bound: it counts if it is clearly less than expected.
-PROBED_STEPS, PROBED_SHARE = 4, 0.005
-CLEARLY_LESS = 0.95
-FIRST_PROBED = 64  # steps with drafts after which that is first done, whatever is lost by it
 # Only one in so many steps with drafts corrects the costs, unless savings are low. While a choice's reports may wait,
 # only one in so many is reported, and stands for all of them.
 OBSERVED_EVERY = 4
-MOST_KEPT, FIRST_KEPT = 8, 2
 CHOOSING_SHARE = 0.01
 # Where the drafter ends proposals itself, the number of drafts is but a limit, and a good one lasts longer.
 CHOOSING_SHARE_IF_CUT = 0.0025
@@ -180,72 +174,6 @@ class FixedPolicy:
 
 
 @dataclass(slots=True)
-class Kept:
-    """A choice that is kept for some steps: the requests it was made for, and the drafts of each. `is_first`: for these
-    requests. `longer`: how many times as long it is kept as one that takes no time. `may_wait`: whether reports of its
-    steps are taken in only afterwards, since the savings last until then whatever the reports say."""
-
-    asked: list[Progress]
-    num_others: int
-    num_drafts: list[int]
-    choice: DraftChoice
-    is_first: bool
-    longer: int
-    may_wait: bool
-    num_made: int = 0  # requests that it was made for, others included
-    fewest: float = 0.0  # requests with which it is still kept
-    is_probe: bool = False  # see `PROBED_STEPS`
-    price: RowPrice | None = None  # see `Policy.price`, once it was asked for
-    num_steps: int = 0
-    num_told: int = 0  # steps reported by `finished`
-    is_over: bool = False
-
-    def is_for(self, asked: list[Progress], num_others: int) -> bool:
-        """Whether these are its requests, or most of those that it was made for: the others have ended since. Compares
-        identities: it is called before each step."""
-        if num_others != self.num_others:
-            return False
-        if len(asked) < len(self.asked):
-            self._leave_ended(asked)
-        return len(asked) == len(self.asked) and all(map(operator.is_, asked, self.asked))
-
-    def _leave_ended(self, asked: Sequence[Progress]) -> None:
-        """Go on with `asked`, if they are enough of those that it was made for."""
-        ids = set(map(id, asked))
-        left = [pair for pair in zip(self.asked, self.num_drafts, strict=True) if id(pair[0]) in ids]
-        if len(left) == len(asked) >= self.fewest:
-            self.asked, self.num_drafts = [request for request, _ in left], [number for _, number in left]
-            self.price = None
-
-    def count_step(self) -> None:
-        """Count a step that it was used for."""
-        self.num_steps += 1
-        if self.is_probe:
-            self.is_over = self.num_steps >= 2 * PROBED_STEPS  # with prompts beside them steps are not told
-        elif self.choice.num_drafts and self.num_steps >= ROUNDS_KEPT * self.longer:
-            self.is_over = True
-
-    def count_told(self, savings: float) -> None:
-        """Count a reported step, after which there are these savings."""
-        self.num_told += 1
-        if self.is_probe:
-            self.is_over = self.is_over or self.num_told >= PROBED_STEPS
-        elif not self.choice.num_drafts:
-            self.is_over = self.num_told >= TOLD_KEPT * self.longer
-        elif not self.may_wait and (STAKE * savings < self.choice.risk or not savings):
-            self.is_over = True
-
-
-@dataclass(frozen=True, slots=True)
-class ReadyChoice:
-    """A choice for `num_requests` new requests, made when `num_taken` reports and steps had been taken in."""
-
-    num_requests: int
-    choice: DraftChoice
-    num_taken: int
-
-
-@dataclass(slots=True)
 class AutoPolicy:
     """Chooses the numbers of drafts with which requests are soonest done, by measured costs and acceptance.
 
@@ -260,18 +188,17 @@ class AutoPolicy:
     costs: StepCosts
     acceptance: Acceptance
     is_lookup: bool = False  # its drafts are compared with the output
-    probes: bool = False  # now and then some steps have no drafts, see `PROBED_STEPS`
+    probes: bool = False  # now and then some steps have no drafts, see `probes.py`
     is_cut: bool = False  # the drafter, a lookup, itself ends proposals where they do not pay
     number: int = 0  # which of a request's `records` is this policy's
     savings: float = ALLOWANCE
     chooser: Chooser = field(init=False)
+    _probes: Probes = field(init=False)
     _length: float = 0.0  # mean tokens of a request in the last step
     _kept: Kept | None = None
     _ready: ReadyChoice | None = None
     _num_taken: int = 0  # reports and steps that were taken in
     _num_unobserved: int = 0  # steps since one has corrected the costs
-    # steps with drafts until some are plain, by the bit length of the number of requests
-    _until_probe: dict[int, float] = field(default_factory=dict)
     _until_shadows: int = 0  # steps until requests without drafts have shadow drafts, too
     _first_shadow: list[int] = field(
         default_factory=lambda: [0, 0]
@@ -279,11 +206,11 @@ class AutoPolicy:
     # reports to be taken in: (method, arguments); and steps, each with the number that it stands for
     _reports: list[tuple[Callable[..., None], tuple[Any, ...]]] = field(default_factory=list)
     _steps: list[tuple[StepOutcome, int]] = field(default_factory=list)
-    _probed: list[StepOutcome] = field(default_factory=list)  # steps of a probe that the drafter sees
     _choosing_seconds: float = 0.0  # time that the last choice took, with the reports before it
 
     def __post_init__(self) -> None:
         self.chooser = Chooser(self.costs, self.acceptance, self.is_lookup)
+        self._probes = Probes(self.costs, is_seen=not self.is_lookup)
 
     @property
     def parts(self) -> Parts | None:
@@ -333,7 +260,8 @@ class AutoPolicy:
         self._let_go()
         kept = self._choice_for(asked, num_others, before)
         self._choosing_seconds = time.perf_counter() - start
-        if self._is_probe_due(kept):
+        may_probe = self.probes and bool(kept.choice.num_drafts) and not (kept.is_first or num_others)
+        if may_probe and self._probes.is_due(kept.choice, len(asked)):
             num_drafts = [0] * len(asked)
             return replace(kept, num_drafts=num_drafts, longer=1, may_wait=False, is_probe=True)
         if self.is_lookup:  # nobody asks in advance whether a lookup will draft
@@ -342,21 +270,6 @@ class AutoPolicy:
         elif before is not None and before.is_first and not kept.is_first and self._ready:
             self._make_ready(self._ready.num_requests)
         return kept
-
-    def _is_probe_due(self, kept: Kept) -> bool:
-        """Whether some plain steps are due instead of this choice."""
-        choice, num_requests = kept.choice, len(kept.asked) + kept.num_others
-        if not self.probes or kept.is_first or kept.num_others or not choice.num_drafts:
-            return False
-        about_as_many = num_requests.bit_length()
-        if self._until_probe.get(about_as_many, FIRST_PROBED) > 0:
-            return False
-        plain = choice.seconds / (1.0 + choice.worst)
-        lost = choice.balanced / num_requests / (1.0 + choice.worst) - 1.0  # plain steps that each step loses
-        if not self.is_lookup:  # it sees the steps
-            lost += self.costs.draft.at(num_requests, self.costs.levels[1]) / plain
-        self._until_probe[about_as_many] = PROBED_STEPS * lost / PROBED_SHARE
-        return True
 
     def _made_ready(self, num_requests: int) -> DraftChoice | None:
         """The choice for so many new requests, if it is made and still holds."""
@@ -389,8 +302,7 @@ class AutoPolicy:
         length = sum(len(request.tokens) for request in asked) / len(asked)  # the others' is not known
         context = round(length * (len(asked) + num_others))
         choice = self.chooser.best(Counter(classes), num_others, context, STAKE * self.savings)
-        known = set(map(id, before.asked)) if before is not None else set()
-        is_first = not known.issuperset(map(id, asked))
+        is_first = not _ids(before).issuperset(map(id, asked))
         return self._kept_for(asked, num_others, classes, choice, is_first=is_first)
 
     def _kept_for(
@@ -449,25 +361,13 @@ class AutoPolicy:
         if kept is None:
             return
         if kept.is_probe:
-            self._take_probed()
+            self._probes.settle()
             return
-        about_as_many = (len(kept.asked) + kept.num_others).bit_length()
-        until = self._until_probe.get(about_as_many, FIRST_PROBED)
-        if kept.choice.num_drafts:
-            self._until_probe[about_as_many] = until - kept.num_steps
-        else:
-            self._until_probe[about_as_many] = max(until, FIRST_PROBED)
+        num_requests = len(kept.asked) + kept.num_others
+        self._probes.count(num_requests, kept.num_steps, has_drafts=bool(kept.choice.num_drafts))
         for request, number in zip(kept.asked, kept.num_drafts, strict=True):
             if not number:
                 request.records[self.number].fade(kept.num_steps)
-
-    def _take_probed(self) -> None:
-        """Correct the costs by the steps of a probe that the drafter saw."""
-        probed, self._probed = [step for step in self._probed if step.is_typical], []
-        longer = [step.seconds / self.costs.plain(step.num_requests, step.context) for step in probed]
-        if len(longer) > 1 and statistics.median(longer) < CLEARLY_LESS:
-            for step in probed:
-                self.costs.observe(step)
 
     def shadows(self, chosen: Sequence[int], num_others: int) -> list[int]:
         """Those that draft, while little is known in each step and later in some, and now and then all. Few at a time,
@@ -555,14 +455,14 @@ class AutoPolicy:
         kept = self._kept
         is_probed = self.is_probing and step.is_plain  # its first step verifies the drafts that there are
         if is_probed and not self.is_lookup:
-            self._probed.append(step)
+            self._probes.steps.append(step)
         else:
             num_steps = 0 if is_probed else 1 if step.is_plain else self.report_every
             self._steps.append((step, num_steps))
         if kept is None or not kept.may_wait or len(self._steps) >= MOST_WAITING:
             self._settle_steps()
         if kept is not None and not step.is_shadow and (step.is_plain or not kept.is_probe):
-            kept.count_told(self.savings)
+            kept.count_told(STAKE * self.savings)
 
     def rested(self) -> None:
         """A reported step had no drafts of these drafters, whoever else made some."""
@@ -570,7 +470,7 @@ class AutoPolicy:
             self.acceptance.fade()
             self.savings = min(MOST_SAVED, self.savings + INCOME)
         if self._kept is not None:
-            self._kept.count_told(self.savings)
+            self._kept.count_told(STAKE * self.savings)
 
     def _take_steps(self, steps: Sequence[tuple[StepOutcome, int]]) -> None:
         """Correct the costs and the savings by these steps, each of which stands for so many."""
@@ -599,5 +499,10 @@ class AutoPolicy:
 
     def _are_new(self, asked: Sequence[Progress], before: Kept | None) -> bool:
         """Whether nothing is known of any of these requests, nor waits among the reports."""
-        seen = {id(request) for request in before.asked} if before is not None else set()
+        seen = _ids(before)
         return not any(id(request) in seen or request.records[self.number].last_asked for request in asked)
+
+
+def _ids(kept: Kept | None) -> set[int]:
+    """The requests of a kept choice, by `id`."""
+    return set(map(id, kept.asked)) if kept is not None else set()

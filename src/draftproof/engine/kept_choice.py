@@ -1,0 +1,87 @@
+"""A choice of the numbers of drafts that is used for several steps."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from draftproof.engine.draft_choice import DraftChoice
+from draftproof.engine.interface import RowPrice
+from draftproof.engine.probes import PROBED_STEPS
+from draftproof.engine.progress import Progress
+
+# For how long a choice is kept, since making one takes the host as long as a layer or two of a small model. With
+# drafts, while the savings allow it: `ROUNDS_KEPT` steps. Without drafts: `TOLD_KEPT` reported steps, of which there is
+# one in `PLAIN_EVERY`, since they are alike. If choosing would then take more than `CHOOSING_SHARE` of the time, up to
+# `MOST_KEPT` times as long; the first choice for these requests, if it took twice that, up to `FIRST_KEPT` times.
+ROUNDS_KEPT, TOLD_KEPT = 8, 3
+PLAIN_EVERY = 8
+MOST_KEPT, FIRST_KEPT = 8, 2
+LEAST_LEFT = 0.5  # share of the requests that a choice was made for, with which it is still kept
+
+
+@dataclass(slots=True)
+class Kept:
+    """A choice that is kept for some steps: the requests it was made for, and the drafts of each. `is_first`: for these
+    requests. `longer`: how many times as long it is kept as one that takes no time. `may_wait`: whether reports of its
+    steps are taken in only afterwards, since the savings last until then whatever the reports say."""
+
+    asked: list[Progress]
+    num_others: int
+    num_drafts: list[int]
+    choice: DraftChoice
+    is_first: bool
+    longer: int
+    may_wait: bool
+    num_made: int = 0  # requests that it was made for, others included
+    fewest: float = 0.0  # requests with which it is still kept
+    is_probe: bool = False  # see `probes.py`
+    price: RowPrice | None = None  # see `Policy.price`, once it was asked for
+    num_steps: int = 0
+    num_told: int = 0  # steps reported by `finished`
+    is_over: bool = False
+
+    def is_for(self, asked: list[Progress], num_others: int) -> bool:
+        """Whether these are its requests, or most of those that it was made for: the others have ended since. Compares
+        identities: it is called before each step."""
+        if num_others != self.num_others:
+            return False
+        if len(asked) < len(self.asked):
+            self._leave_ended(asked)
+        return len(asked) == len(self.asked) and all(map(operator.is_, asked, self.asked))
+
+    def _leave_ended(self, asked: Sequence[Progress]) -> None:
+        """Go on with `asked`, if they are enough of those that it was made for."""
+        ids = set(map(id, asked))
+        left = [pair for pair in zip(self.asked, self.num_drafts, strict=True) if id(pair[0]) in ids]
+        if len(left) == len(asked) >= self.fewest:
+            self.asked, self.num_drafts = [request for request, _ in left], [number for _, number in left]
+            self.price = None
+
+    def count_step(self) -> None:
+        """Count a step that it was used for."""
+        self.num_steps += 1
+        if self.is_probe:
+            self.is_over = self.num_steps >= 2 * PROBED_STEPS  # with prompts beside them steps are not told
+        elif self.choice.num_drafts and self.num_steps >= ROUNDS_KEPT * self.longer:
+            self.is_over = True
+
+    def count_told(self, stake: float) -> None:
+        """Count a reported step, after which a step may risk `stake`, in plain steps."""
+        self.num_told += 1
+        if self.is_probe:
+            self.is_over = self.is_over or self.num_told >= PROBED_STEPS
+        elif not self.choice.num_drafts:
+            self.is_over = self.num_told >= TOLD_KEPT * self.longer
+        elif not self.may_wait and (stake < self.choice.risk or not stake):
+            self.is_over = True
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyChoice:
+    """A choice for `num_requests` new requests, made when `num_taken` reports and steps had been taken in."""
+
+    num_requests: int
+    choice: DraftChoice
+    num_taken: int

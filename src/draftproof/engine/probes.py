@@ -1,0 +1,53 @@
+"""Probes: now and then some steps have no drafts, to find out what such steps take."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field
+
+from draftproof.engine.costs import StepCosts, StepOutcome
+from draftproof.engine.draft_choice import DraftChoice
+
+# While all steps draft nothing tells what plain ones take, and a profile that is off by a few per cent decides whether
+# drafts pay. So now and then a few steps have no drafts: the more often the less is lost by them, which is this share
+# of the time at most. A drafter with a model still sees these, so as not to miss their rows, and takes the target's
+# weights out of the caches. So what they take besides is only a bound: it counts if it is clearly less than expected.
+PROBED_STEPS, PROBED_SHARE = 4, 0.005
+CLEARLY_LESS = 0.95
+FIRST_PROBED = 64  # steps with drafts after which that is first done, whatever is lost by it
+
+
+@dataclass(slots=True)
+class Probes:
+    """When probes are due, and the steps of the one that runs. `is_seen`: the drafter sees the steps."""
+
+    costs: StepCosts
+    is_seen: bool
+    steps: list[StepOutcome] = field(default_factory=list)  # those that are only a bound
+    _until: dict[int, float] = field(default_factory=dict)  # by the bit length of the number of requests
+
+    def is_due(self, choice: DraftChoice, num_requests: int) -> bool:
+        """Whether a probe is to be made instead of this choice, which has drafts. If so, the next is due later."""
+        about_as_many = num_requests.bit_length()
+        if self._until.get(about_as_many, FIRST_PROBED) > 0:
+            return False
+        plain = choice.seconds / (1.0 + choice.worst)
+        lost = choice.speed * plain / num_requests - 1.0  # plain steps that each step loses
+        if self.is_seen:
+            lost += self.costs.draft.at(num_requests, self.costs.levels[1]) / plain
+        self._until[about_as_many] = PROBED_STEPS * lost / PROBED_SHARE
+        return True
+
+    def count(self, num_requests: int, num_steps: int, *, has_drafts: bool) -> None:
+        """Count steps of so many requests that were no probe's."""
+        about_as_many = num_requests.bit_length()
+        until = self._until.get(about_as_many, FIRST_PROBED)
+        self._until[about_as_many] = until - num_steps if has_drafts else max(until, FIRST_PROBED)
+
+    def settle(self) -> None:
+        """Correct the costs by the steps of a probe that has ended."""
+        steps, self.steps = [step for step in self.steps if step.is_typical], []
+        longer = [step.seconds / self.costs.plain(step.num_requests, step.context) for step in steps]
+        if len(longer) > 1 and statistics.median(longer) < CLEARLY_LESS:
+            for step in steps:
+                self.costs.observe(step)
