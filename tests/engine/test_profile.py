@@ -67,7 +67,8 @@ def test_a_slow_machine_measures_what_it_cannot_do_without() -> None:
     runner = FakeRunner()
     clock = iter(range(1000))
     profile.measure(runner, StepCosts(LEVELS), clock=lambda: float(next(clock)))
-    assert {size.num_requests for size in runner.runs[3:]} == {1, 4} and len(runner.runs) <= 56
+    assert {size.num_requests for size in runner.runs[3:]} == {1, 4, 16} and len(runner.runs) <= 80
+    assert {size.num_drafts for size in runner.runs if size.num_requests == 16} == {0, LEVELS[1]}
     assert {size.num_drafts for size in runner.runs} == set(LEVELS)
 
 
