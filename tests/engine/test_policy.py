@@ -740,18 +740,6 @@ def test_a_choice_is_not_kept_for_others() -> None:
     assert its._kept is not made and made is not None and len(made.asked) == 4
 
 
-@pytest.mark.parametrize(
-    ("is_lookup", "num_requests", "drafts"), [(True, 1, 1), (True, 16, 0), (False, 16, 1)]
-)
-def test_lookups_must_gain_more_where_requests_end_at_different_times(
-    is_lookup: bool, num_requests: int, drafts: int
-) -> None:
-    its = policy(0.5, row=0.0, step=1.5 / 1.15 - 1.0, levels=(0, 1))  # gains 1.15
-    its.is_lookup = is_lookup
-    its.__post_init__()
-    assert chosen(its, {0: num_requests}) == {0: drafts}
-
-
 @pytest.mark.parametrize(("rate", "least", "most"), [(0.3, 10, 14), (0.9, 1, 2)])
 def test_a_lookup_that_always_drafts_measures_plain_steps_now_and_then(
     rate: float, least: int, most: int

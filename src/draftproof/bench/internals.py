@@ -380,7 +380,7 @@ def knowing(auto: Policy, asked: Asking) -> AutoPolicy | ChainPolicy:
     """A policy with the costs that `auto` has learned and the acceptance that was measured by `asked`."""
     if isinstance(auto, ChainPolicy):
         assert isinstance(asked, ChainPolicy)
-        lookups = AutoPolicy(auto.lookups.costs, asked.lookups.acceptance, is_lookup=True)
+        lookups = AutoPolicy(auto.lookups.costs, asked.lookups.acceptance)
         return ChainPolicy(lookups, AutoPolicy(auto.models.costs, asked.models.acceptance))
     assert isinstance(auto, AutoPolicy) and isinstance(asked, AutoPolicy)
-    return AutoPolicy(auto.costs, asked.acceptance, is_lookup=auto.is_lookup)
+    return AutoPolicy(auto.costs, asked.acceptance)

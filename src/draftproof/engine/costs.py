@@ -165,11 +165,16 @@ class HostCosts:
 
     def at(self, num_rows: float) -> float:
         """Seconds of a step with so many rows."""
+        return self.line()(num_rows)
+
+    def line(self) -> Callable[[float], float]:
+        """`at` as it is now."""
         if not self._num_told:
-            return self.seconds
+            return lambda num_rows: self.seconds
         similar = (SIMILAR_ROWS * self._num_rows) ** 2
         each = max(0.0, self._together / (self._spread + similar))
-        return max(LEAST_HOST * self.seconds, self.seconds + each * (num_rows - self._num_rows))
+        least, without = LEAST_HOST * self.seconds, self.seconds - each * self._num_rows
+        return lambda num_rows: max(least, without + each * num_rows)
 
     def observe(self, num_rows: int, seconds: float) -> None:
         """Note what a step took."""
@@ -239,15 +244,18 @@ class StepCosts:
         what does not depend on the two is looked up once."""
         pace, drafted = self._pace_of(num_requests, num_requests + 1, 1)
         _, asked = self._pace_of(num_requests, num_requests, 1)
-        fixed, host_at = self.context.look_up(context), self.host.at
+        asked_times, drafted_times = math.exp(pace.at(asked)), math.exp(pace.at(drafted))
+        power = pace.growth / math.log(2)  # exp(growth * log2(x)) = x ** power
+        fixed = self.context.look_up(context)
         each_row = self.context_row_seconds * context / num_requests
+        host_at, passes = self.host.line(), self._passes
 
         def step(num_rows: int, num_drafts: int) -> float:
-            keys = each_row * (num_rows - num_requests)
-            is_drafted = num_rows > num_requests
-            times = pace.at(drafted, math.log2(num_rows / num_requests)) if is_drafted else pace.at(asked)
-            passes = self._passes(num_requests, num_rows, num_drafts)
-            return math.exp(times) * (host_at(num_rows) + fixed + keys + passes)
+            times = asked_times
+            if num_rows > num_requests:
+                times = drafted_times * (num_rows / num_requests) ** power
+            keys = fixed + each_row * (num_rows - num_requests)
+            return times * (host_at(num_rows) + keys + passes(num_requests, num_rows, num_drafts))
 
         return step
 

@@ -18,10 +18,6 @@ from draftproof.engine.costs import StepCosts
 # requests for which more drafts are made, too: with more drafts requests end at more different times, and those that
 # are left at the end are few.
 WORTH_IT = 1.03
-# For lookups, what each doubling of the requests adds to it: some texts repeat nothing, and such a request, which ends
-# last, only pays for the others' rows. Example: of 16 requests that start together and gain 1.2 to 1.3 while all of
-# them decode, the last is done about as soon as without drafts.
-WORTH_IT_TOGETHER = 0.05
 # Part of a stake that a step with more than the fewest drafts may risk: many steps with few drafts tell more than one
 # with many.
 RISKED_ON_MANY = 0.4
@@ -116,7 +112,6 @@ class Chooser:
 
     costs: StepCosts
     acceptance: Acceptance
-    is_lookup: bool = False
 
     def best(
         self,
@@ -134,11 +129,10 @@ class Chooser:
             return plain
         best_of = self._best_alike if self.costs.is_padded else self._best_ragged
         stakes = stake, stake * RISKED_ON_MANY
-        least = WORTH_IT + (WORTH_IT_TOGETHER * math.log2(num_requests) if self.is_lookup else 0.0)
 
         def search(limits: tuple[float, float]) -> DraftChoice:
             found = best_of(counts, num_requests, context, limits)
-            if found is None or found.speed <= least * plain.speed:
+            if found is None or found.speed <= WORTH_IT * plain.speed:
                 return plain
             worst = found.seconds / plain.seconds - 1.0
             return found._replace(worst=worst, risk=max(0.0, worst))
@@ -185,8 +179,10 @@ class Chooser:
         nobody = 1.0  # chance that no request has drafts
         most_drafts, best, best_speed = 0, None, 0.0
         admitted: set[RequestClass] = set()
+        left = sum(part.worth * counts[part.its_class] for part in parts)
         for number, part in enumerate(parts, 1):
             count = counts[part.its_class]
+            left -= part.worth * count
             if part.its_class not in admitted:
                 admitted.add(part.its_class)
                 nobody *= (1.0 - part.its_class.share) ** count
@@ -206,6 +202,8 @@ class Chooser:
             balanced = num_requests * num_requests / steps_per_token
             if balanced > best_speed * seconds:
                 best, best_speed = (number, tokens, seconds, balanced), balanced / seconds
+            elif num_requests * num_requests <= best_speed * seconds * (steps_per_token - left):
+                break  # not even if all other drafts came for no more time
         if best is None:
             return None
         chosen: dict[RequestClass, int] = {}

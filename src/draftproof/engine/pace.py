@@ -44,9 +44,12 @@ class Pace:
         found, places = self.means[0], self._places
         if kind in places:
             found += self.means[places[kind]]
-        if doublings and GROWTH in places:
-            found += doublings * self.means[places[GROWTH]]
-        return found
+        return found + doublings * self.growth if doublings else found
+
+    @property
+    def growth(self) -> float:
+        """The logarithm of the correction for each doubling of the rows."""
+        return self.means[self._places[GROWTH]] if GROWTH in self._places else 0.0
 
     def successor(self) -> Pace:
         """The prior for another group of steps on the same machine."""

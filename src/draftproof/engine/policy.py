@@ -39,21 +39,22 @@ MOST_SAVED = 30.0
 STAKE = 0.6
 # Only one in so many steps with drafts corrects the costs, unless savings are low. While a choice's reports may wait,
 # only one in so many is reported, and stands for all of them.
-OBSERVED_EVERY = 4
+OBSERVED_EVERY = 8
 CHOOSING_SHARE = 0.01
 # Where the drafter ends proposals itself, the number of drafts is but a limit, and a good one lasts longer.
 CHOOSING_SHARE_IF_CUT = 0.0025
 # Share of the time that making drafts may take while none are verified; less than one step in `PLAIN_EVERY` makes them.
 SHADOW_SHARE = 0.01
 MOST_SHADOWS = 8  # requests of a step whose drafts are compared
-SHADOWS_EVERY = 4  # drafts of the same requests are later compared in one of so many steps
+# Drafts of the same requests are later compared in one of so many steps; no divisor of those that are reported.
+SHADOWS_EVERY = 7
 # Part of a pass's length that counts in `RowPrice` where drafts are copied: a token that is not drafted is not lost,
 # and where text repeats the next pass gets it about as cheaply.
 PATIENCE = 0.75
 MOST_WAITING = 256  # reports that wait to be taken in, at most: nothing is chosen while no request can draft
 MOST_TAKEN = 256  # reports taken in after which the choice for new requests is made again
 # The same for lookups, with those that wait: there it is the choice that was made for earlier requests.
-MOST_NEW = 32
+MOST_NEW = 128
 MOST_TOKENS = 256  # output length that a new request is expected to have at most: limits are seldom reached
 
 
@@ -209,7 +210,7 @@ class AutoPolicy:
     _choosing_seconds: float = 0.0  # time that the last choice took, with the reports before it
 
     def __post_init__(self) -> None:
-        self.chooser = Chooser(self.costs, self.acceptance, self.is_lookup)
+        self.chooser = Chooser(self.costs, self.acceptance)
         self._probes = Probes(self.costs, is_seen=not self.is_lookup)
 
     @property
