@@ -199,15 +199,8 @@ class Bench:
             ours,
             Way("new", self.drafting, self._reset),
         ]
-        alike = next((way for way in fixed if way.name == f"K={table.at(batch)}"), None)
-        if alike is not None and self.waves == 1:  # for this batch size the rule is a fixed number
-            ways.remove(by_table)
-            by_table = alike
         tried = list(ways)
-        # a rule is compared over all turns, however slow it is
-        num_turns = self._take_turns(
-            ways, [way for way in fixed if way is not by_table], batch, prompts, noise
-        )
+        num_turns = self._take_turns(ways, fixed, batch, prompts, noise)
         engine.policy = auto
         ways = [way for way in ways if len(way.seconds) == num_turns]
         rules = {"vLLM's": by_table, "SGLang's": ways[-3]}

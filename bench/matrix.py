@@ -23,7 +23,7 @@ CORES_EACH = 2
 PREDICTED_WITHIN = 0.10
 AGAIN = 4  # times as many turns, when a cell that has failed is measured again
 VLLM, SGLANG = "auto/vLLM's", "auto/SGLang's"
-MODELS = Path(os.environ.get("DRAFTPROOF_MODELS", "../shared/models"))  # `small` and its head, if present
+MODELS = Path(os.environ.get("DRAFTPROOF_MODELS", "../shared/models"))  # `small` and its heads, if present
 DATA, ASSETS = Path("tests/data"), Path("src/draftproof/assets")
 CHAIN = [{"method": "suffix"}, {"model": str(ASSETS / "tiny-eagle3")}]
 
@@ -45,12 +45,15 @@ def tiny() -> Drafters:
 
 
 def small() -> Drafters:
-    head = {"model": str(MODELS / "small-eagle3")}
+    heads = {
+        path.name.removeprefix("small-"): {"model": str(path)} for path in sorted(MODELS.glob("small-*"))
+    }
+    chain = [{"method": "suffix"}, {"model": str(MODELS / "small-eagle3")}]
     return {
-        "eagle3": head,
+        **heads,
         "n-gram": {"method": "ngram"},
         "suffix": {"method": "suffix"},
-        "chain": {"method": "chain", "drafters": [{"method": "suffix"}, head]},
+        "chain": {"method": "chain", "drafters": chain},
     }
 
 
