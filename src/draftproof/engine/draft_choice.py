@@ -16,7 +16,7 @@ from draftproof.engine.costs import StepCosts
 
 # Least predicted speed-up for which drafts are made: predictions are off by a few per cent.
 WORTH_IT = 1.03
-# The same for more drafts instead of fewer in padded steps of several requests: with more drafts requests end at more
+# Least gain for which a padded step of several requests has more drafts: with more drafts requests end at more
 # different times, and those that are left at the end are few. Example: 64 requests, drafts that are right at 0.6. Three
 # drafts gain 4 % over one in steps of all requests, and lose 2 % until the last has ended.
 WORTH_MORE = 1.05
