@@ -46,7 +46,8 @@ CHOOSING_SHARE_IF_CUT = 0.0025
 # Share of the time that making drafts may take while none are verified; less than one step in `PLAIN_EVERY` makes them.
 SHADOW_SHARE = 0.01
 MOST_SHADOWS = 8  # requests of a step whose drafts are compared
-# Drafts of the same requests are later compared in one of so many steps; no divisor of those that are reported.
+# Drafts of the same requests are later compared in one of so many steps. Prime to `OBSERVED_EVERY`: else all reported
+# steps could have such drafts, or none.
 SHADOWS_EVERY = 7
 # Part of a pass's length that counts in `RowPrice` where drafts are copied: a token that is not drafted is not lost,
 # and where text repeats the next pass gets it about as cheaply.
