@@ -55,9 +55,10 @@ from draftproof.bench import internals, workload
 from draftproof.cli.prompts import read_file
 from draftproof.drafters import recordings
 from draftproof.drafters.replay import ReplayDrafter
+from draftproof.engine.auto_policy import AutoPolicy
 from draftproof.engine.chain_policy import ChainPolicy
 from draftproof.engine.costs import StepOutcome
-from draftproof.engine.policy import AutoPolicy, FixedPolicy, Parts, Policy
+from draftproof.engine.policy import FixedPolicy, Parts, Policy
 from draftproof.engine.progress import Progress
 
 PLAIN_BOUND, FIXED_BOUND, RULES_BOUND = 0.97, 0.95, 1.0

@@ -34,9 +34,10 @@ from draftproof.bench import internals
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.ngram import NgramDrafter
 from draftproof.engine.acceptance import acceptance_of
+from draftproof.engine.auto_policy import AutoPolicy
 from draftproof.engine.costs import HostCosts, StepCosts, StepOutcome
 from draftproof.engine.interface import RequestSpec, RowPrice
-from draftproof.engine.policy import AutoPolicy, FixedPolicy, Policy
+from draftproof.engine.policy import FixedPolicy, Policy
 from draftproof.engine.progress import Progress
 from draftproof.engine.shadows import Comparison, Shadow
 from draftproof.kernels.confidence.record import MOST_MATCHED, MatchRecord

@@ -15,7 +15,7 @@ from draftproof.attention.compiled.backend import CompiledAttention
 from draftproof.bench.compare import compare
 from draftproof.drafters import registry
 from draftproof.drafters.chain import Record
-from draftproof.engine.policy import AutoPolicy
+from draftproof.engine.auto_policy import AutoPolicy
 from draftproof.engine.progress import Progress
 from draftproof.runtime import native
 from draftproof.runtime.graphs import OFTEN, Recorded

@@ -10,10 +10,11 @@ import pytest
 
 from draftproof import LLM, SamplingParams, assets
 from draftproof.bench import internals
+from draftproof.engine.auto_policy import INCOME
 from draftproof.engine.chain_policy import ChainPolicy
 from draftproof.engine.costs import DraftCosts, StepOutcome
 from draftproof.engine.interface import StepInput
-from draftproof.engine.policy import INCOME, Parts
+from draftproof.engine.policy import Parts
 from draftproof.engine.progress import Progress
 from draftproof.engine.runner import ModelRunner
 from draftproof.engine.shadows import Comparison

@@ -17,6 +17,17 @@ from draftproof.engine.acceptance import (
     AcceptanceRecord,
     RequestClass,
 )
+from draftproof.engine.auto_policy import (
+    ALLOWANCE,
+    INCOME,
+    MOST_NEW,
+    MOST_SAVED,
+    MOST_TAKEN,
+    MOST_WAITING,
+    PATIENCE,
+    STAKE,
+    AutoPolicy,
+)
 from draftproof.engine.costs import (
     GUESSED_DRAFT,
     LEAST_HOST,
@@ -32,18 +43,7 @@ from draftproof.engine.costs import (
 from draftproof.engine.draft_choice import WORTH_IT, Chooser, DraftChoice, DraftRows, Part
 from draftproof.engine.interface import RowPrice
 from draftproof.engine.kept_choice import FIRST_KEPT, MOST_KEPT, PLAIN_EVERY, ROUNDS_KEPT, TOLD_KEPT, Kept
-from draftproof.engine.policy import (
-    ALLOWANCE,
-    INCOME,
-    MOST_NEW,
-    MOST_SAVED,
-    MOST_TAKEN,
-    MOST_WAITING,
-    PATIENCE,
-    STAKE,
-    AutoPolicy,
-    FixedPolicy,
-)
+from draftproof.engine.policy import FixedPolicy
 from draftproof.engine.probes import FIRST_PROBED, PROBED_STEPS
 from draftproof.engine.progress import Progress
 from draftproof.engine.shadows import Comparison
@@ -437,7 +437,7 @@ def test_a_choice_is_kept_for_longer_where_choosing_takes_long(
 ) -> None:
     """Up to a limit, which is lower for other requests."""
     now = itertools.count(0, 1000)
-    monkeypatch.setattr("draftproof.engine.policy.time.perf_counter", lambda: next(now))
+    monkeypatch.setattr("draftproof.engine.auto_policy.time.perf_counter", lambda: next(now))
     its, one, other = policy(0.9, row=0.005, step=0.01), request(4), request(4, 1)
     its.savings = MOST_SAVED
     lengths = []

@@ -192,7 +192,7 @@ def test_large_steps_are_captured_for_few_drafts() -> None:
 
 def test_an_engine_measures_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from draftproof import LLM, assets
-    from draftproof.engine.policy import AutoPolicy
+    from draftproof.engine.auto_policy import AutoPolicy
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     settings: dict[str, Any] = {"native": False, "max_num_seqs": 2, "max_model_len": 64}

@@ -10,10 +10,7 @@ import pytest
 
 from draftproof import LLM, SamplingParams, assets
 from draftproof.engine.acceptance import Acceptance, AcceptanceRecord
-from draftproof.engine.costs import DraftCosts, StepCosts, StepOutcome
-from draftproof.engine.drafting import COMPARED_EVERY
-from draftproof.engine.kept_choice import PLAIN_EVERY, ROUNDS_KEPT
-from draftproof.engine.policy import (
+from draftproof.engine.auto_policy import (
     ALLOWANCE,
     MOST_SAVED,
     MOST_SHADOWS,
@@ -21,8 +18,11 @@ from draftproof.engine.policy import (
     SHADOWS_EVERY,
     STAKE,
     AutoPolicy,
-    FixedPolicy,
 )
+from draftproof.engine.costs import DraftCosts, StepCosts, StepOutcome
+from draftproof.engine.drafting import COMPARED_EVERY
+from draftproof.engine.kept_choice import PLAIN_EVERY, ROUNDS_KEPT
+from draftproof.engine.policy import FixedPolicy
 from draftproof.engine.progress import Progress
 from draftproof.engine.shadows import Comparison, Shadow
 from tests.engine.test_core import FakeRunner, Pending, core, finish, ids, spec

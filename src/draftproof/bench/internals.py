@@ -21,9 +21,10 @@ from draftproof.drafters.ngram import NgramDrafter
 from draftproof.drafters.replay import ReplayDrafter
 from draftproof.drafters.sandbox import DrafterSandbox
 from draftproof.engine.acceptance import Acceptance
+from draftproof.engine.auto_policy import AutoPolicy
 from draftproof.engine.chain_policy import ChainPolicy
 from draftproof.engine.interface import ScheduledRequest
-from draftproof.engine.policy import AutoPolicy, FixedPolicy, Policy
+from draftproof.engine.policy import FixedPolicy, Policy
 from draftproof.engine.progress import Progress
 from draftproof.engine.runner import ModelRunner, Pass
 from draftproof.engine.shapes import BatchShape, mixed_sizes

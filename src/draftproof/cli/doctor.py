@@ -18,8 +18,8 @@ from draftproof.cli.prompts import Prompt, read_file
 from draftproof.metrics import Prediction, SpeculationStats
 
 if TYPE_CHECKING:
+    from draftproof.engine.auto_policy import AutoPolicy
     from draftproof.engine.chain_policy import ChainPolicy
-    from draftproof.engine.policy import AutoPolicy
     from draftproof.frontend.llm import LLM
     from draftproof.types import RequestOutput
 

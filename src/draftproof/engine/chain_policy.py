@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from draftproof.engine.auto_policy import AutoPolicy
 from draftproof.engine.costs import StepOutcome
 from draftproof.engine.interface import RowPrice
-from draftproof.engine.policy import AutoPolicy, Parts
+from draftproof.engine.policy import Parts
 from draftproof.engine.progress import Progress
 from draftproof.engine.shadows import Comparison
 from draftproof.metrics import Prediction

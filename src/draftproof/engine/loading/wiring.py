@@ -16,6 +16,7 @@ from draftproof.drafters.base import Drafter, DraftRuntime, KnownTokens
 from draftproof.drafters.contained import DrafterError
 from draftproof.engine import profile, reporting
 from draftproof.engine.acceptance import acceptance_of
+from draftproof.engine.auto_policy import AutoPolicy
 from draftproof.engine.chain_policy import ChainPolicy
 from draftproof.engine.core import EngineCore
 from draftproof.engine.costs import DraftCosts, StepCosts, levels_of
@@ -25,7 +26,7 @@ from draftproof.engine.loading.base import MOST_ITEM_BYTES, Base, ProgressCallba
 from draftproof.engine.loading.drafters import Drafters
 from draftproof.engine.logprobs import LogprobScorer
 from draftproof.engine.measuring import StepMeter
-from draftproof.engine.policy import AutoPolicy, FixedPolicy, Policy
+from draftproof.engine.policy import FixedPolicy, Policy
 from draftproof.engine.runner import ModelRunner
 from draftproof.engine.scheduler import Scheduler
 from draftproof.engine.shapes import Shapes, mixed_sizes, numbers_of_requests

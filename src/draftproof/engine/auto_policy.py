@@ -1,0 +1,392 @@
+"""The policy that chooses the numbers of drafts by measured costs and acceptance."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from draftproof.engine.acceptance import Acceptance, RequestClass
+from draftproof.engine.costs import StepCosts, StepOutcome
+from draftproof.engine.draft_choice import RISKED_ON_MANY, Chooser, DraftChoice
+from draftproof.engine.interface import RowPrice
+from draftproof.engine.kept_choice import (
+    FIRST_KEPT,
+    LEAST_LEFT,
+    MOST_KEPT,
+    PLAIN_EVERY,
+    ROUNDS_KEPT,
+    TOLD_KEPT,
+    Kept,
+    ReadyChoice,
+)
+from draftproof.engine.policy import Parts
+from draftproof.engine.probes import Probes
+from draftproof.engine.progress import Progress
+from draftproof.engine.shadows import Comparison
+from draftproof.metrics import Prediction
+
+# What exploring may lose, in plain steps: the budget at the start, what each reported step without drafts adds to it,
+# its maximum, and the part of it that one step may risk.
+ALLOWANCE = 2.0
+INCOME = 0.08
+MOST_SAVED = 30.0
+STAKE = 0.6
+# Only one in so many steps with drafts corrects the costs, unless savings are low. While a choice's reports may wait,
+# only one in so many is reported, and stands for all of them.
+OBSERVED_EVERY = 8
+CHOOSING_SHARE = 0.01
+# Where the drafter ends proposals itself, the number of drafts is but a limit, and a good one lasts longer.
+CHOOSING_SHARE_IF_CUT = 0.0025
+# Share of the time that making drafts may take while none are verified; less than one step in `PLAIN_EVERY` makes them.
+SHADOW_SHARE = 0.01
+MOST_SHADOWS = 8  # requests of a step whose drafts are compared
+# Drafts of the same requests are later compared in one of so many steps. Prime to `OBSERVED_EVERY`: else all reported
+# steps could have such drafts, or none.
+SHADOWS_EVERY = 7
+# Part of a pass's length that counts in `RowPrice` where drafts are copied: a token that is not drafted is not lost,
+# and where text repeats the next pass gets it about as cheaply.
+PATIENCE = 0.75
+MOST_WAITING = 256  # reports that wait to be taken in, at most: nothing is chosen while no request can draft
+MOST_TAKEN = 256  # reports taken in after which the choice for new requests is made again
+# The same for lookups, with those that wait: there it is the choice that was made for earlier requests.
+MOST_NEW = 128
+MOST_TOKENS = 256  # output length that a new request is expected to have at most: limits are seldom reached
+
+
+@dataclass(slots=True)
+class AutoPolicy:
+    """Chooses the numbers of drafts with which requests are soonest done, by measured costs and acceptance.
+
+    The loss against plain decoding is bounded: `savings`, in plain steps, fall by what steps with drafts lose and rise
+    by what they gain, and limit what the next step may risk.
+
+    Reports are taken in together where they can wait: between two steps a model's weights pass through the caches, so
+    the first computation after a step takes several times as long as those that follow it. And the choice for requests
+    that are new is made in advance: until a first prompt is launched, a device waits for it.
+    """
+
+    costs: StepCosts
+    acceptance: Acceptance
+    is_lookup: bool = False  # its drafts are compared with the output
+    probes: bool = False  # now and then some steps have no drafts, see `probes.py`
+    is_cut: bool = False  # the drafter, a lookup, itself ends proposals where they do not pay
+    number: int = 0  # which of a request's `records` is this policy's
+    savings: float = ALLOWANCE
+    chooser: Chooser = field(init=False)
+    _probes: Probes = field(init=False)
+    _length: float = 0.0  # mean tokens of a request in the last step
+    _kept: Kept | None = None
+    _ready: ReadyChoice | None = None
+    _num_taken: int = 0  # reports and steps that were taken in
+    _num_unobserved: int = 0  # steps since one has corrected the costs
+    _until_shadows: int = 0  # steps until requests without drafts have shadow drafts, too
+    _first_shadow: list[int] = field(
+        default_factory=lambda: [0, 0]
+    )  # whose turn it is: of those that draft, of all
+    # reports to be taken in: (method, arguments); and steps, each with the number that it stands for
+    _reports: list[tuple[Callable[..., None], tuple[Any, ...]]] = field(default_factory=list)
+    _steps: list[tuple[StepOutcome, int]] = field(default_factory=list)
+    _choosing_seconds: float = 0.0  # time that the last choice took, with the reports before it
+
+    def __post_init__(self) -> None:
+        self.chooser = Chooser(self.costs, self.acceptance)
+        self._probes = Probes(self.costs, is_seen=not self.is_lookup)
+
+    @property
+    def parts(self) -> Parts | None:
+        return None
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        return self.costs.levels
+
+    @property
+    def compares(self) -> bool:
+        """Not where steps are padded to the most drafts that are made: each that is only compared would cost rows."""
+        return not self.costs.is_padded
+
+    @property
+    def report_every(self) -> int:
+        return OBSERVED_EVERY if self._kept is not None and self._kept.may_wait else 1
+
+    @property
+    def plain_every(self) -> int:
+        return 1 if self.is_probing else PLAIN_EVERY
+
+    @property
+    def is_probing(self) -> bool:
+        kept = self._kept
+        return kept is not None and kept.is_probe and not kept.is_over
+
+    def choose(self, asked: list[Progress], num_others: int) -> list[int]:
+        if not asked:
+            return []
+        kept = self._kept
+        if kept is None or kept.is_over or not kept.is_for(asked, num_others):
+            kept = self._kept = self._next(asked, num_others, before=kept)
+        kept.count_step()
+        return kept.num_drafts
+
+    def _next(self, asked: list[Progress], num_others: int, before: Kept | None) -> Kept:
+        """The choice to keep from now on, instead of the one `before`."""
+        is_new = not num_others and self._are_new(asked, before)
+        if is_new:
+            ready = self._made_ready(len(asked))
+            if ready is not None:  # reports wait for the next choice, which is made while a step runs
+                self._let_go()
+                return self._kept_for(asked, 0, [self.acceptance.unknown] * len(asked), ready, is_first=True)
+        start = time.perf_counter()
+        self._settle()
+        self._let_go()
+        kept = self._choice_for(asked, num_others, before)
+        self._choosing_seconds = time.perf_counter() - start
+        may_probe = self.probes and bool(kept.choice.num_drafts) and not (kept.is_first or num_others)
+        if may_probe and self._probes.is_due(kept.choice, len(asked)):
+            num_drafts = [0] * len(asked)
+            return replace(kept, num_drafts=num_drafts, longer=1, may_wait=False, is_probe=True)
+        if self.is_lookup:  # nobody asks in advance whether a lookup will draft
+            if is_new:
+                self._ready = ReadyChoice(len(asked), kept.choice, self._num_taken)
+        elif before is not None and before.is_first and not kept.is_first and self._ready:
+            self._make_ready(self._ready.num_requests)
+        return kept
+
+    def _made_ready(self, num_requests: int) -> DraftChoice | None:
+        """The choice for so many new requests, if it is made and still holds."""
+        ready = self._ready
+        if ready is None or ready.num_requests != num_requests:
+            return None
+        choice, num_new = ready.choice, self._num_taken - ready.num_taken
+        num_waiting = len(self._reports) + len(self._steps)
+        if not choice.num_drafts:  # the next one may have some
+            return None if num_new or num_waiting else choice
+        is_expected = choice.num_drafts.keys() == {
+            self.acceptance.unknown
+        }  # for such requests as are now expected
+        is_safe = choice.risk <= STAKE * RISKED_ON_MANY * self.savings
+        is_fresh = num_new + num_waiting <= MOST_NEW if self.is_lookup else num_new <= MOST_TAKEN
+        return choice if is_expected and is_safe and is_fresh else None
+
+    def _make_ready(self, num_requests: int) -> DraftChoice:
+        counts = {self.acceptance.unknown: num_requests}
+        choice = self.chooser.best(counts, 0, self._context(num_requests), STAKE * self.savings)
+        self._ready = ReadyChoice(num_requests, choice, self._num_taken)
+        return choice
+
+    def _context(self, num_requests: int) -> int:
+        """Tokens of so many requests, if they are as long as those of the last step."""
+        return round(self._length * num_requests)
+
+    def _choice_for(self, asked: list[Progress], num_others: int, before: Kept | None) -> Kept:
+        classes = [self.acceptance.class_of(request.records[self.number]) for request in asked]
+        length = sum(len(request.tokens) for request in asked) / len(asked)  # the others' is not known
+        context = round(length * (len(asked) + num_others))
+        choice = self.chooser.best(Counter(classes), num_others, context, STAKE * self.savings)
+        is_first = not _ids(before).issuperset(map(id, asked))
+        return self._kept_for(asked, num_others, classes, choice, is_first=is_first)
+
+    def _kept_for(
+        self,
+        asked: list[Progress],
+        num_others: int,
+        classes: Sequence[RequestClass],
+        choice: DraftChoice,
+        *,
+        is_first: bool,
+    ) -> Kept:
+        """This choice, for as many steps as it is worth keeping. `classes`: of each request; `is_first`: for these
+        requests, so that little is known of some."""
+        self.acceptance.decode_together(len(asked) + num_others)
+        num_drafts = [choice.num_drafts.get(its_class, 0) for its_class in classes]
+        num_steps = ROUNDS_KEPT if choice.num_drafts else TOLD_KEPT * PLAIN_EVERY
+        share = CHOOSING_SHARE_IF_CUT if self.is_cut else CHOOSING_SHARE
+        enough = self._choosing_seconds / (share * choice.seconds) / num_steps
+        longer = max(1, min(round(enough / 2), FIRST_KEPT) if is_first else min(round(enough), MOST_KEPT))
+        may_wait = False
+        if choice.num_drafts and not self._reports and not self._steps:  # else `savings` are of earlier steps
+            affordable = (self.savings - ALLOWANCE) / max(num_steps * choice.worst, 1e-9)
+            may_wait = affordable >= 1.0
+            longer = min(longer, int(affordable)) if may_wait else longer
+        # where steps are captured the time of a choice hardly counts, and another number of requests has other levels
+        fewest = len(asked) * (1.0 if self.costs.is_padded else LEAST_LEFT)
+        num_made = len(asked) + num_others
+        return Kept(asked, num_others, num_drafts, choice, is_first, longer, may_wait, num_made, fewest)
+
+    def _report(self, take: Callable[..., None], *given: Any) -> None:
+        """Note what `take(*given)` takes in before the next choice."""
+        self._reports.append((take, given))
+        if self._kept is None or len(self._reports) >= MOST_WAITING:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Take in all reports."""
+        reports, self._reports = self._reports, []
+        self._num_taken += len(reports)
+        for take, given in reports:
+            take(*given)
+        self._settle_steps()
+
+    def _settle_steps(self) -> None:
+        """Take in the reported steps."""
+        steps, self._steps = self._steps, []
+        self._num_taken += len(steps)
+        if steps:
+            last, _ = steps[-1]
+            self._length = last.context / last.num_requests
+            self._take_steps(steps)
+
+    def _let_go(self) -> None:
+        """Drop the kept choice. What is known of requests that got no drafts under it fades."""
+        kept, self._kept = self._kept, None
+        if kept is None:
+            return
+        if kept.is_probe:
+            self._probes.settle()
+            return
+        num_requests = len(kept.asked) + kept.num_others
+        self._probes.count(num_requests, kept.num_steps, has_drafts=bool(kept.choice.num_drafts))
+        for request, number in zip(kept.asked, kept.num_drafts, strict=True):
+            if not number:
+                request.records[self.number].fade(kept.num_steps)
+
+    def shadows(self, chosen: Sequence[int], num_others: int) -> list[int]:
+        """Those that draft, while little is known in each step and later in some, and now and then all. Few at a time,
+        in turn."""
+        most, num_asked = self.costs.levels[-1], len(chosen)
+        self._until_shadows -= 1
+        kept = self._kept
+        is_known = kept is not None and (not kept.is_first or self._num_taken > MOST_TAKEN)
+        every = SHADOWS_EVERY if is_known else 1
+        if not chosen or (self._until_shadows > 0 and self._until_shadows % every):
+            return [0] * num_asked
+        if self._until_shadows <= 0:
+            num_requests = num_asked + num_others
+            plain = self.costs.plain(num_requests, self._context(num_requests))
+            seconds = self.costs.draft.at(min(num_asked, MOST_SHADOWS), most)
+            # never in step with the reported plain steps, or these would all have shadow drafts
+            self._until_shadows = max(PLAIN_EVERY + 1, math.ceil(seconds / (SHADOW_SHARE * plain)))
+            its_turn, of_all = list(range(num_asked)), True
+        else:
+            its_turn, of_all = [number for number, drafts in enumerate(chosen) if drafts], False
+        if len(its_turn) > MOST_SHADOWS:
+            first = self._first_shadow[of_all] = (self._first_shadow[of_all] + MOST_SHADOWS) % len(its_turn)
+            its_turn = [*its_turn[first:], *its_turn[:first]][:MOST_SHADOWS]
+        found = [0] * num_asked
+        for number in its_turn:
+            found[number] = most
+        return found
+
+    def price(self) -> RowPrice:
+        kept = self._kept
+        if kept is None or self.costs.is_padded:
+            return RowPrice()
+        if kept.price is None:
+            kept.price = self._price_with(kept.choice, kept.num_made, len(kept.asked) + kept.num_others)
+        return kept.price
+
+    def _price_with(self, choice: DraftChoice, num_made: int, num_requests: int) -> RowPrice:
+        """The price in steps like those of `choice`, made for `num_made` requests of which `num_requests` are left.
+        Without drafts too: those that are only compared tell whether drafts at this price would pay."""
+        most = max(choice.num_drafts.values(), default=self.costs.levels[1])
+        fewest, all_rows = (self.costs.step(num_requests, num_requests * (1 + k), most) for k in (0, most))
+        each = (all_rows - fewest) / (num_requests * most)
+        if each <= 0:
+            return RowPrice()
+        of_others = (num_requests - 1) / num_made
+        longer = max(0.0, choice.seconds - self.costs.step(num_made, num_made, most))
+        patience = PATIENCE if self.is_cut else 1.0
+        return RowPrice(choice.tokens * of_others, patience * (fewest + longer * of_others) / each)
+
+    def will_draft(self, request: Progress, num_others: int, num_lost: int = 0) -> bool:
+        num_requests = 1 + num_others  # all assumed to be like this one
+        choice = self._made_ready(num_requests)
+        if choice is None:
+            self._settle()
+            choice = self._make_ready(num_requests)
+        if not choice.num_drafts:
+            return False
+        plain = self.costs.plain(num_requests, self._context(num_requests)) / num_requests
+        num_tokens = min(MOST_TOKENS, request.spec.limit - len(request.tokens))
+        saved = num_tokens * (plain - choice.seconds / choice.tokens)
+        shown = len(request.tokens) * self.costs.prompt_row_seconds
+        return saved > shown + num_lost * self.costs.target_row_seconds
+
+    def predict(self, num_requests: int, context: int = 0) -> Prediction:
+        """The expected speed-up for `num_requests` new requests with `context` tokens in all."""
+        self._settle()
+        unknown = self.acceptance.unknown
+        choice = self.chooser.best({unknown: num_requests}, context=context)
+        plain = num_requests / self.costs.plain(num_requests, context)
+        return Prediction(num_requests, choice.num_drafts.get(unknown, 0), choice.speed / plain)
+
+    def proposed(self, request: Progress, num_asked: int, num_drafts: int, *, is_model: bool = True) -> None:
+        self._report(self.acceptance.count_given, request.records[self.number], num_asked, num_drafts)
+
+    def verified(self, request: Progress, num_drafted: int, num_accepted: int) -> None:
+        self._report(self.acceptance.count, request.records[self.number], num_drafted, num_accepted)
+
+    def compared(self, request: Progress, found: Comparison) -> None:
+        self._report(self.acceptance.count_compared, request.records[self.number], found)
+
+    def prompted(self, num_rows: int, draft_seconds: float) -> None:
+        self.costs.observe_prompt(num_rows, draft_seconds)
+
+    def finished(self, step: StepOutcome) -> None:
+        kept = self._kept
+        is_probed = self.is_probing and step.is_plain  # its first step verifies the drafts that there are
+        if is_probed and not self.is_lookup:
+            self._probes.steps.append(step)
+        else:
+            num_steps = 0 if is_probed else 1 if step.is_plain else self.report_every
+            self._steps.append((step, num_steps))
+        if kept is None or not kept.may_wait or len(self._steps) >= MOST_WAITING:
+            self._settle_steps()
+        if kept is not None and not step.is_shadow and (step.is_plain or not kept.is_probe):
+            kept.count_told(STAKE * self.savings)
+
+    def rested(self) -> None:
+        """A reported step had no drafts of these drafters, whoever else made some."""
+        if not self.is_probing:
+            self.acceptance.fade()
+            self.savings = min(MOST_SAVED, self.savings + INCOME)
+        if self._kept is not None:
+            self._kept.count_told(STAKE * self.savings)
+
+    def _take_steps(self, steps: Sequence[tuple[StepOutcome, int]]) -> None:
+        """Correct the costs and the savings by these steps, each of which stands for so many."""
+        longer: dict[tuple[int, int, int], float] = {}  # plain steps that a step of this size takes
+        for step, num_steps in steps:
+            self._num_unobserved += num_steps
+            is_rare = step.is_plain or step.is_shadow
+            is_due = is_rare or self.savings < ALLOWANCE or self._num_unobserved >= OBSERVED_EVERY
+            if is_due and step.is_typical:
+                self._num_unobserved = 0
+                self.costs.observe(step)
+            if step.is_shadow:
+                continue
+            if step.is_plain:
+                gained = INCOME * num_steps
+                if num_steps:
+                    self.acceptance.fade()
+            else:
+                # by the cost model, not this step's time: a disturbance would have slowed a plain step as well
+                size = step.num_requests, step.num_rows, step.num_drafts
+                if size not in longer:
+                    plain = self.costs.plain(step.num_requests, step.context)
+                    longer[size] = self.costs.step(*size, step.context) / plain
+                gained = num_steps * (step.num_tokens / step.num_requests - longer[size])
+            self.savings = min(MOST_SAVED, max(0.0, self.savings + gained))
+
+    def _are_new(self, asked: Sequence[Progress], before: Kept | None) -> bool:
+        """Whether nothing is known of any of these requests, nor waits among the reports."""
+        seen = _ids(before)
+        return not any(id(request) in seen or request.records[self.number].last_asked for request in asked)
+
+
+def _ids(kept: Kept | None) -> set[int]:
+    """The requests of a kept choice, by `id`."""
+    return set(map(id, kept.asked)) if kept is not None else set()
