@@ -191,12 +191,11 @@ class Bench:
         ours = Way("auto", self.drafting, lambda: self._continued(auto))
         internals.set_matches(self.drafting, [])
         self.learned = None
-        by_table = Way("vLLM's", self.drafting, lambda: table)
+        rules = [Way("vLLM's", self.drafting, lambda: table), Way("SGLang's", self.drafting, lambda: sglang)]
         ways = [
             Way("plain", self.plain),
             *fixed,
-            by_table,
-            Way("SGLang's", self.drafting, lambda: sglang),
+            *rules,
             ours,
             Way("new", self.drafting, self._reset),
         ]
@@ -204,7 +203,6 @@ class Bench:
         num_turns = self._take_turns(ways, fixed, batch, prompts, noise)
         engine.policy = auto
         ways = [way for way in ways if len(way.seconds) == num_turns]
-        rules = {"vLLM's": by_table, "SGLang's": ways[-3]}
         best_of = [way for way in fixed if way in ways]
         judged = self._judge(ways, best_of, rules, is_changing=noise is not None)
         context = batch * (statistics.mean(map(len, prompts)) + self.num_tokens / 2)
@@ -307,7 +305,7 @@ class Bench:
         )
 
     def _judge(
-        self, ways: Sequence[Way], fixed: Sequence[Way], rules: dict[str, Way], *, is_changing: bool
+        self, ways: Sequence[Way], fixed: Sequence[Way], rules: Sequence[Way], *, is_changing: bool
     ) -> dict[str, Any]:
         by_name = {way.name: way for way in ways}
         plain, auto, new = by_name["plain"], by_name["auto"], by_name["new"]
@@ -319,10 +317,7 @@ class Bench:
             "auto/plain": (auto, plain, every, PLAIN_BOUND),
             "new/plain": (new, plain, every, PLAIN_BOUND),
             f"auto/best ({best.name})": (auto, best, compared_on, 1.0 if is_changing else FIXED_BOUND),
-            **{
-                f"auto/{name}": (auto, way, range(len(way.seconds)), RULES_BOUND)
-                for name, way in rules.items()
-            },
+            **{f"auto/{way.name}": (auto, way, every, RULES_BOUND) for way in rules},
         }
         judged = {}
         for name, (ours, theirs, turns, bound) in bounds.items():

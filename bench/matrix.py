@@ -30,8 +30,14 @@ CHAIN = [{"method": "suffix"}, {"model": str(ASSETS / "tiny-eagle3")}]
 Drafters = dict[str, dict[str, Any]]
 
 
+def heads(folder: Path, prefix: str) -> Drafters:
+    """The heads in a folder, by their names without the prefix."""
+    return {
+        path.name.removeprefix(prefix): {"model": str(path)} for path in sorted(folder.glob(f"{prefix}*"))
+    }
+
+
 def tiny() -> Drafters:
-    heads = {path.name: {"model": str(path)} for path in sorted((DATA / "heads").glob("tiny-*"))}
     return {
         "n-gram": {"method": "ngram"},
         "suffix": {"method": "suffix"},
@@ -39,18 +45,15 @@ def tiny() -> Drafters:
         "eagle3": {"model": str(ASSETS / "tiny-eagle3")},
         "mtp": {"model": str(DATA / "tiny-mtp")},
         "dflash": {"model": str(DATA / "tiny-dflash")},
-        **{name.removeprefix("tiny-"): config for name, config in heads.items()},
+        **heads(DATA / "heads", "tiny-"),
         "chain": {"method": "chain", "drafters": CHAIN},
     }
 
 
 def small() -> Drafters:
-    heads = {
-        path.name.removeprefix("small-"): {"model": str(path)} for path in sorted(MODELS.glob("small-*"))
-    }
     chain = [{"method": "suffix"}, {"model": str(MODELS / "small-eagle3")}]
     return {
-        **heads,
+        **heads(MODELS, "small-"),
         "n-gram": {"method": "ngram"},
         "suffix": {"method": "suffix"},
         "chain": {"method": "chain", "drafters": chain},

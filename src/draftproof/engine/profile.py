@@ -242,10 +242,6 @@ def _indispensable(sizes: Sequence[StepSize]) -> list[StepSize]:
     with_context = [size for size in sizes if size.context]
     first, last = with_context[0].num_requests, with_context[-1].num_requests
     compared = [size for size in with_context if size.num_requests in (first, last)]
-    without = [size._replace(context=0) for size in compared]
     drafted = next((size for size in sizes if size.num_requests == last and size.num_verified), None)
-    return [
-        s
-        for s in sizes
-        if s.num_requests == sizes[0].num_requests or s in compared or s in without or s == drafted
-    ]
+    needed = {*compared, *(size._replace(context=0) for size in compared), drafted}
+    return [size for size in sizes if size.num_requests == sizes[0].num_requests or size in needed]
