@@ -51,6 +51,7 @@ SHADOWS_EVERY = 7
 # and where text repeats the next pass gets it about as cheaply.
 PATIENCE = 0.75
 MOST_WAITING = 256  # reports that wait to be taken in, at most: nothing is chosen while no request can draft
+MOST_STEPS = 16  # the same for steps: while no request can draft they come in, too
 MOST_TAKEN = 256  # reports taken in after which the choice for new requests is made again
 # The same for lookups, with those that wait: there it is the choice that was made for earlier requests.
 MOST_NEW = 128
@@ -343,7 +344,9 @@ class AutoPolicy:
         else:
             num_steps = 0 if is_probed else 1 if step.is_plain else self.report_every
             self._steps.append((step, num_steps))
-        if kept is None or not kept.may_wait or len(self._steps) >= MOST_WAITING:
+        # those without drafts are alike, and nothing is risked until the next choice
+        waits = kept is not None and (kept.may_wait or not kept.choice.num_drafts)
+        if not waits or len(self._steps) >= MOST_STEPS:
             self._settle_steps()
         if kept is not None and not step.is_shadow and (step.is_plain or not kept.is_probe):
             kept.count_told(STAKE * self.savings)
@@ -358,7 +361,6 @@ class AutoPolicy:
 
     def _take_steps(self, steps: Sequence[tuple[StepOutcome, int]]) -> None:
         """Correct the costs and the savings by these steps, each of which stands for so many."""
-        longer: dict[tuple[int, int, int], float] = {}  # plain steps that a step of this size takes
         for step, num_steps in steps:
             self._num_unobserved += num_steps
             is_rare = step.is_plain or step.is_shadow
@@ -373,13 +375,19 @@ class AutoPolicy:
                 if num_steps:
                     self.acceptance.fade()
             else:
-                # by the cost model, not this step's time: a disturbance would have slowed a plain step as well
-                size = step.num_requests, step.num_rows, step.num_drafts
-                if size not in longer:
-                    plain = self.costs.plain(step.num_requests, step.context)
-                    longer[size] = self.costs.step(*size, step.context) / plain
-                gained = num_steps * (step.num_tokens / step.num_requests - longer[size])
+                gained = num_steps * (step.num_tokens / step.num_requests - self._longer(step))
             self.savings = min(MOST_SAVED, max(0.0, self.savings + gained))
+
+    def _longer(self, step: StepOutcome) -> float:
+        """Plain steps that a step of this size takes, cached while the choice is kept. By the cost model, not this
+        step's time: a disturbance would have slowed a plain step as well."""
+        known = self._kept.longer_by_size if self._kept is not None else {}
+        size = step.num_requests, step.num_rows, step.num_drafts
+        found = known.get(size)
+        if found is None:
+            plain = self.costs.plain(step.num_requests, step.context)
+            found = known[size] = self.costs.step(*size, step.context) / plain
+        return found
 
     def _are_new(self, asked: Sequence[Progress], before: Kept | None) -> bool:
         """Whether nothing is known of any of these requests, nor waits among the reports."""

@@ -21,6 +21,7 @@ from draftproof.engine.deltas import TokenDelta, take_over
 from draftproof.engine.drafting import Drafting, Wanted
 from draftproof.engine.in_flight import InFlightStep
 from draftproof.engine.interface import (
+    HEALTHY,
     DeviceFaultError,
     RequestSpec,
     Resumed,
@@ -59,6 +60,7 @@ class EngineCore:
         self._is_shut_down = False
         self._num_arrived = 0
         self._num_matched = 0  # requests whose output follows a grammar
+        self._health = HEALTHY  # the drafters', as last seen
         self.drafting = Drafting(runner, scheduler, policy)
         scheduler.will_draft, scheduler.has_lookups = self.drafting.will_draft, runner.is_divided
 
@@ -125,8 +127,7 @@ class EngineCore:
         """Launch the step, and advance the requests' bounds by the most it can add. `planned`: when planning began
         (`time.perf_counter`)."""
         start = time.perf_counter()
-        may_rest = not wanted.is_shown and self.drafting.may_rest(output.rows, wanted.num_drafts)
-        step = self._step_input(output, wanted, without_drafter=may_rest)
+        step = self._step_input(output, wanted)
         requests = self._step_requests = [rows.request for rows in output.rows]
         for request in output.admitted:
             if request.queue_seconds is None:
@@ -145,9 +146,16 @@ class EngineCore:
             request.num_pending += scheduled.num_sampled
             request.num_computed += scheduled.num_rows - scheduled.num_sampled
             request.num_scored += scheduled.scored[1]
+        has_prompts = not step.all_decode and any(r.num_rows > r.num_sampled for r in output.rows)
         self._in_flight.append(
             InFlightStep(
-                requests, list(step.scheduled), pending, planned, step.without_drafter, wanted.shadowing
+                requests,
+                list(step.scheduled),
+                pending,
+                planned,
+                step.without_drafter,
+                wanted.shadowing,
+                has_prompts,
             )
         )
         self.stats.target_seconds += pending.target_seconds
@@ -156,7 +164,7 @@ class EngineCore:
         self.stats.num_cached_tokens += sum(r.num_computed for r in step.admitted)
         self.stats.launch_seconds += time.perf_counter() - start
 
-    def _step_input(self, output: SchedulerOutput, wanted: Wanted, *, without_drafter: bool) -> StepInput:
+    def _step_input(self, output: SchedulerOutput, wanted: Wanted) -> StepInput:
         scheduler = self.scheduler
         each = zip(output.rows, wanted.num_drafts, strict=True)
         scheduled = [rows.scheduled(num_drafts) for rows, num_drafts in each]
@@ -167,7 +175,7 @@ class EngineCore:
             fresh_blocks=scheduler.fresh_blocks,
             scheduled=scheduled,
             all_decode=all(r.num_rows == r.num_sampled == 1 + r.request.num_drafts for r in output.rows),
-            without_drafter=without_drafter,
+            without_drafter=wanted.without_drafter,
             without_models=wanted.without_models,
             most_model_drafts=wanted.most_model_drafts,
             price=wanted.price,
@@ -207,6 +215,10 @@ class EngineCore:
 
     def _count_drafter_faults(self) -> None:
         health = self.runner.drafter_health()
+        if health is self._health:
+            return
+        self._health = health
+        self.drafting.is_off = health.off
         self.stats.num_drafter_faults = health.num_faults
         self.stats.last_drafter_fault = health.last_fault
         for drafter, num_faults in zip(self.stats.drafters, health.faults_each, strict=False):
@@ -393,7 +405,7 @@ class EngineCore:
             left = len(request.tokens) - 1 - request.num_computed
             is_last = rows.num_rows >= left
             chunk = PlannedRows(request, rows.start, min(rows.num_rows, left), 0)
-            wanted = Wanted([num_drafts if is_last else 0], is_shown=True)
+            wanted = Wanted([num_drafts if is_last else 0])
             self._launch(replace(output, rows=[chunk]), wanted, time.perf_counter())
             self._take_in(0)
             if is_last:

@@ -161,20 +161,12 @@ class HostCosts:
     _num_rows: float = 0.0  # average
     _spread: float = 0.0  # of the rows: variance
     _together: float = 0.0  # of seconds and rows: covariance
+    _each: float = 0.0  # seconds that a row adds
     _num_told: int = 0  # steps
 
     def at(self, num_rows: float) -> float:
         """Seconds of a step with so many rows."""
-        return self.line()(num_rows)
-
-    def line(self) -> Callable[[float], float]:
-        """`at` as it is now."""
-        if not self._num_told:
-            return lambda num_rows: self.seconds
-        similar = (SIMILAR_ROWS * self._num_rows) ** 2
-        each = max(0.0, self._together / (self._spread + similar))
-        least, without = LEAST_HOST * self.seconds, self.seconds - each * self._num_rows
-        return lambda num_rows: max(least, without + each * num_rows)
+        return max(LEAST_HOST * self.seconds, self.seconds + self._each * (num_rows - self._num_rows))
 
     def observe(self, num_rows: int, seconds: float) -> None:
         """Note what a step took."""
@@ -189,6 +181,8 @@ class HostCosts:
         self._num_rows += rate * more
         self._spread += rate * ((1 - rate) * more * more - self._spread)
         self._together += rate * ((1 - rate) * more * longer - self._together)
+        similar = (SIMILAR_ROWS * self._num_rows) ** 2
+        self._each = max(0.0, self._together / (self._spread + similar))
 
 
 @dataclass(slots=True)
@@ -248,7 +242,7 @@ class StepCosts:
         power = pace.growth / math.log(2)  # exp(growth * log2(x)) = x ** power
         fixed = self.context.look_up(context)
         each_row = self.context_row_seconds * context / num_requests
-        host_at, passes = self.host.line(), self._passes
+        host_at, passes = self.host.at, self._passes
 
         def step(num_rows: int, num_drafts: int) -> float:
             times = asked_times

@@ -29,14 +29,14 @@ def can_compare(runner: Runner) -> bool:
 
 class Wanted(NamedTuple):
     """Drafts to ask for after a step, per request. `shadowing`: what is to become of them; see `InFlightStep`. The
-    others: see `StepInput`. `is_shown`: the drafter sees the step even if no drafts are wanted."""
+    others: see `StepInput`."""
 
     num_drafts: Sequence[int]
     shadowing: Shadowing | None = None
     price: RowPrice = RowPrice()
+    without_drafter: bool = False
     without_models: bool = False
     most_model_drafts: int | None = None
-    is_shown: bool = False
 
 
 class Drafting:
@@ -48,6 +48,7 @@ class Drafting:
         self._has_kv = runner.drafter_has_kv
         self.can_compare = can_compare(runner)
         self.use(policy)
+        self.is_off = False  # all drafters are switched off
         self._last_result = 0.0  # when a step's result was last taken in: seconds of `time.perf_counter`
         self._num_since_prompts = 0  # finished steps
         self._num_left_out = 0  # finished steps since one that no prompt has slowed
@@ -60,76 +61,83 @@ class Drafting:
 
     def wanted(self, rows: Sequence[PlannedRows]) -> Wanted:
         """Drafts to ask for after a step of these rows; 0 for a request whose prompt is not complete."""
-        if not self._runner.num_drafts or self._runner.drafter_health().off:
+        if not self._runner.num_drafts:
             return Wanted([0] * len(rows))
-        asked = [r.request for r in rows if r.num_sampled and r.request.can_draft]
-        if self._has_kv and not self._runner.is_divided:
-            unseen = self._unseen(rows)
+        shown, unseen = self._prompts(rows)
+        asked: list[Progress] = []
+        if not self.is_off:
+            asked = [r.request for r in rows if r.num_sampled and r.request.can_draft]
+        if unseen and not self._runner.is_divided:
             asked = [request for request in asked if id(request) not in unseen]
         if not asked:
-            return Wanted([0] * len(rows))
+            return Wanted([0] * len(rows), without_drafter=not shown and self._may_rest(rows))
         num_others = len(rows) - len(asked)
         chosen = self.policy.choose(asked, num_others)
         shadows = self.policy.shadows(chosen, num_others) if self.compares else ()
         if self.policy.parts is not None:
-            return self._wanted_of_parts(rows, asked, self.policy.parts, shadows)
+            return self._wanted_of_parts(rows, asked, self.policy.parts, shadows, shown, unseen)
         most = _of_rows(rows, asked, chosen)
-        if not any(shadows):
-            is_shown = self._has_kv and self.policy.is_probing
-            return Wanted(most, price=self._price(most), is_shown=is_shown)
-        shadows = _of_rows(rows, asked, shadows)
-        num_drafts = [max(pair) for pair in zip(most, shadows, strict=True)]
-        shadowing = Shadowing(most, [number > 0 for number in shadows])
-        return Wanted(num_drafts, shadowing, self._price(num_drafts))
+        if any(shadows):
+            shadows = _of_rows(rows, asked, shadows)
+            num_drafts = [max(pair) for pair in zip(most, shadows, strict=True)]
+            shadowing = Shadowing(most, [number > 0 for number in shadows])
+            return Wanted(num_drafts, shadowing, self._price(num_drafts))
+        if any(most):
+            return Wanted(most, price=self._price(most))
+        is_seen = bool(shown) or (self._has_kv and self.policy.is_probing)
+        return Wanted(most, without_drafter=not is_seen and self._may_rest(rows))
 
     def _wanted_of_parts(
-        self, rows: Sequence[PlannedRows], asked: Sequence[Progress], parts: Parts, shadows: Sequence[int]
+        self,
+        rows: Sequence[PlannedRows],
+        asked: Sequence[Progress],
+        parts: Parts,
+        shadows: Sequence[int],
+        shown: set[int],
+        unseen: set[int],
     ) -> Wanted:
         """What a chain of lookups and others is asked for. Where no drafter with a model is to draft, none sees the
-        step, unless it has a prompt that one must see."""
+        step, unless it has a prompt that one must see. `shown`, `unseen`: see `_prompts`."""
         most = _of_rows(rows, asked, parts.of_lookups)
-        unseen = self._unseen(rows)
         of_models = [
             0 if id(r.request) in unseen else number
             for r, number in zip(rows, _of_rows(rows, asked, parts.of_models), strict=True)
         ]
         shadows = _of_rows(rows, asked, shadows)
         num_drafts = [max(three) for three in zip(most, of_models, shadows, strict=True)]
-        shows = any(of_models) or any(id(r.request) not in unseen for r in self._prompts(rows))
+        shows = bool(shown) or any(of_models)
+        if not any(num_drafts):
+            may_rest = not shown and self._may_rest(rows)
+            return Wanted(num_drafts, without_drafter=may_rest, without_models=not shows, most_model_drafts=0)
         return Wanted(
             num_drafts,
-            Shadowing(most, [number > 0 for number in shadows], of_models) if any(num_drafts) else None,
+            Shadowing(most, [number > 0 for number in shadows], of_models),
             self._price(num_drafts),
             without_models=not shows,
             most_model_drafts=max(of_models),
         )
 
-    def _unseen(self, rows: Sequence[PlannedRows]) -> set[int]:
-        """Requests with prompt rows here that the drafter need not see, by `id`."""
-        return {id(r.request) for r in self._prompts(rows) if not self.will_draft(r.request)}
+    def _prompts(self, rows: Sequence[PlannedRows]) -> tuple[set[int], set[int]]:
+        """Requests with prompt rows here that the drafter must see, and those with such that it need not, by `id`."""
+        prompts = [r.request for r in rows if r.num_rows > r.num_sampled] if self._has_kv else []
+        if not prompts:
+            return set(), set()
+        shown = {id(request) for request in prompts if request.can_draft and self.will_draft(request)}
+        return shown, {id(request) for request in prompts} - shown
 
     def _price(self, wanted: Sequence[int]) -> RowPrice:
         """The price for a drafter that reads it and is to make drafts."""
         return self.policy.price() if self._runner.drafter_estimates and any(wanted) else RowPrice()
 
-    def may_rest(self, rows: Sequence[PlannedRows], wanted: Sequence[int]) -> bool:
-        """Whether the step may skip the drafter: no request has drafts or wants any, and no prompt must be shown."""
-        runner = self._runner
-        if not runner.num_drafts or not runner.drafter_may_rest:
-            return False
-        if any(wanted) or any(r.num_sampled > 1 for r in rows):
-            return False
-        return not any(self.will_draft(r.request) for r in self._prompts(rows) if r.request.can_draft)
-
-    def _prompts(self, rows: Sequence[PlannedRows]) -> list[PlannedRows]:
-        """The prompt rows that the drafter must see only if it is to draft for their request."""
-        return [r for r in rows if r.num_rows > r.num_sampled] if self._has_kv else []
+    def _may_rest(self, rows: Sequence[PlannedRows]) -> bool:
+        """Whether a step that makes no drafts, and has no prompt to be shown, may skip the drafter: if it verifies
+        none either."""
+        return self._runner.drafter_may_rest and all(r.num_sampled <= 1 for r in rows)
 
     def will_draft(self, request: Progress, num_lost: int = 0) -> bool:
         """Whether the drafter is to see this request's prompt. Depends on how many requests will soon decode beside
         it; `num_lost`: cached tokens that the target would have to recompute for that."""
-        runner = self._runner
-        if not runner.num_drafts or runner.drafter_health().off or request.spec.most_drafts == 0:
+        if not self._runner.num_drafts or self.is_off or request.spec.most_drafts == 0:
             return False
         return self.policy.will_draft(request, self._scheduler.num_soon - 1, num_lost)
 
@@ -194,17 +202,19 @@ class Drafting:
             self._keep_shadows(flight, results, flight.shadowing)
         now, before = time.perf_counter(), self._last_result
         self._last_result = now
-        is_ahead = self._runner.async_depth > 0
-        is_late = is_ahead and flight.start > before
-        has_prompts = flight.has_prompts
-        is_typical = self._count(has_prompts)
-        if not self._runner.num_drafts or not was_wanted or is_late or flight.pending.is_warming:
-            return
-        if has_prompts:
-            self._prompted(flight)
+        is_typical = self._count(flight.has_prompts)
+        if not self._runner.num_drafts:
             return
         policy = self.policy
-        if num_steps % (policy.plain_every if flight.without_drafter else policy.report_every):
+        every = policy.plain_every if flight.without_drafter else policy.report_every
+        if num_steps % every and not flight.has_prompts:
+            return
+        is_ahead = self._runner.async_depth > 0
+        is_late = is_ahead and flight.start > before
+        if not was_wanted or is_late or flight.pending.is_warming:
+            return
+        if flight.has_prompts:
+            self._prompted(flight)
             return
         seconds = now - (before if is_ahead else flight.start)
         pending = flight.pending
@@ -214,9 +224,7 @@ class Drafting:
         host_seconds = max(0.0, seconds - passes)
         if policy.is_probing:
             seconds -= pending.draft_seconds
-        self.policy.finished(
-            flight.outcome(results, seconds, host_seconds, draft_seconds, is_typical=is_typical)
-        )
+        policy.finished(flight.outcome(results, seconds, host_seconds, draft_seconds, is_typical=is_typical))
 
     def _count(self, has_prompts: bool) -> bool:
         """Count a finished step. Returns whether its time says how long such steps take."""

@@ -22,10 +22,7 @@ class InFlightStep:
     start: float  # when planning began: seconds of `time.perf_counter`
     without_drafter: bool = False
     shadowing: Shadowing | None = None
-
-    @property
-    def has_prompts(self) -> bool:
-        return any(s.num_rows != s.num_sampled for s in self.scheduled)
+    has_prompts: bool = False  # not every request decoded
 
     @property
     def is_shadow(self) -> bool:

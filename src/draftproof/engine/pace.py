@@ -10,8 +10,9 @@ filter that also estimates the noise, so a step of one kind improves the predict
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import mul
 
 # Standard deviations of logarithms, so roughly relative errors.
 UNKNOWN_PACE = 0.2  # prior of the machine's pace
@@ -57,23 +58,29 @@ class Pace:
 
     def observe(self, kind: int, found: float, doublings: float = 0.0) -> None:
         """A step of this kind took exp(`found`) times as long as the profile says."""
-        parts = [(0, 1.0)]  # what its time consists of: (place in the state, weight)
-        if kind:
-            parts.append((self._place(kind, UNKNOWN_KIND), 1.0))
-        if doublings:
-            parts.append((self._place(GROWTH, UNKNOWN_GROWTH), doublings))
-        self._wait({place for place, _ in parts})
+        weights = self._weights(kind, doublings)
+        self._wait(weights)
         means, covariances = self.means, self.covariances
-        with_found = [sum(w * covariances[place][i] for place, w in parts) for i in range(len(means))]
-        explained = sum(w * with_found[place] for place, w in parts)
+        with_found = [sum(map(mul, weights, row)) for row in covariances]
+        explained = sum(map(mul, weights, with_found))
         variance = explained + self.noise
         most = SURPRISE * math.sqrt(variance)
-        surprise = min(most, max(-most, found - self.at(kind, doublings)))
-        for i, gain in enumerate([c / variance for c in with_found]):
+        surprise = min(most, max(-most, found - sum(map(mul, weights, means))))
+        for i, shared in enumerate(with_found):
+            gain = shared / variance
             means[i] += gain * surprise
             covariances[i] = [c - gain * w for c, w in zip(covariances[i], with_found, strict=True)]
         unexplained = max(LEAST_NOISE**2, surprise**2 - explained)
         self.noise += NOISE_RATE * (unexplained - self.noise)
+
+    def _weights(self, kind: int, doublings: float) -> list[float]:
+        """How much of each number of the state is in the logarithm of a step's time."""
+        correction = self._place(kind, UNKNOWN_KIND) if kind else 0
+        growth = self._place(GROWTH, UNKNOWN_GROWTH) if doublings else 0
+        weights = [0.0] * len(self.means)
+        weights[growth] = doublings
+        weights[correction] = weights[0] = 1.0
+        return weights
 
     def _place(self, kind: int, unknown: float) -> int:
         """Place of a correction in the state. `unknown`: standard deviation of its prior."""
@@ -86,12 +93,11 @@ class Pace:
             self.covariances.append([0.0] * place + [unknown**2])
         return place
 
-    def _wait(self, met: Collection[int]) -> None:
-        """The prediction step: the pace drifts, and corrections that this step does not have decay. `met`: places of
-        those that it has."""
+    def _wait(self, weights: Sequence[float]) -> None:
+        """The prediction step: the pace drifts, and corrections that a step with these `weights` lacks decay."""
         self.covariances[0][0] += DRIFT**2
         for kind, place in self._places.items():
-            if place in met:
+            if weights[place]:
                 continue
             self.means[place] *= REMEMBERED
             for row in self.covariances:
