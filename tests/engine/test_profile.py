@@ -10,6 +10,7 @@ import pytest
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from draftproof import assets
 from draftproof.engine import profile
 from draftproof.engine.costs import GUESSED_DRAFT, ROW_SIZES, StepCosts, levels_of
 from draftproof.engine.interface import StepSize
@@ -44,6 +45,9 @@ class FakeRunner:
         self.now += 0.001
         return (target + draft, 0.0) if self.buckets else (target, draft)
 
+    def prompt_seconds(self, num_rows: int) -> float:
+        return 3e-5 * num_rows * self.slowness
+
     def prepare_rows(self, num_rows: int) -> bool:
         self.prepared.append(num_rows)
         return num_rows < self.most_prepared
@@ -61,6 +65,7 @@ def test_what_was_measured_is_what_is_expected(buckets: tuple[int, ...]) -> None
                 keys = (1e-6 + 1e-7 * k) * context
                 found = costs.step(num_requests, num_requests * (1 + k), k, context)
                 assert found == pytest.approx(seconds + keys)
+    assert costs.prompt_row_seconds == pytest.approx(3e-5)
 
 
 def test_a_slow_machine_measures_what_it_cannot_do_without() -> None:
@@ -264,3 +269,17 @@ def test_no_table_of_all_slots_is_written_between_measurements() -> None:
                 meter.measure(StepSize(8, 0, 0, context))
         assert 0 < writes.most <= num_groups * num_pages
         assert not tables_GSB[:, :8].any()
+
+
+@pytest.mark.parametrize(
+    ("config", "is_shown"),
+    [({"method": "ngram"}, False), ({"model": str(assets.path("tiny-eagle3"))}, True)],
+)
+def test_only_a_drafter_with_keys_takes_time_for_a_prompt(config: dict[str, Any], is_shown: bool) -> None:
+    from draftproof import LLM
+    from draftproof.engine.measuring import StepMeter
+
+    with LLM(max_num_seqs=2, max_model_len=256, speculative_config=config) as llm:
+        runner = llm.engine.runner
+        assert (StepMeter(runner).prompt_seconds(32) > 0) == is_shown
+        assert not runner.state.slots.computed_S.any()

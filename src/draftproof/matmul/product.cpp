@@ -6,9 +6,8 @@
 //
 // Packed weights: tiles of 32 outputs; a tile holds, word by word along K, the word of each output. A word is a pair of
 // bf16 inputs, one fp32 input or one fp16 input, which is widened when read; the words of a tile are zero-padded to a
-// multiple of 16. bf16 weights that are not read by AMX tiles are compressed (compressed.h), except experts'. With few
-// rows they are expanded in registers; with many, the first group of rows leaves the expanded tile for the other
-// groups.
+// multiple of 16. bf16 weights that are not read by AMX tiles are compressed (compressed.h), except experts'. They are
+// expanded in registers for the first rows, which leave the expanded tile for the others.
 //
 // Rows are stored as the steps use them: a pair for the dot product, else one input, widened.
 #include <algorithm>
@@ -45,6 +44,9 @@ template <class T>
 constexpr int ROWS = std::min(SUMS<T> / PARTS, 8);
 template <class T>
 constexpr int MOST_ROWS = std::min(SUMS<T> / PARTS, 12);
+// The number of rows, at most, whose sums for a whole tile are in registers. More are added half a tile at a time.
+template <class T>
+constexpr int WHOLE_ROWS = SUMS<T> / (2 * PARTS);
 
 struct Args {
     const void* x;
@@ -118,12 +120,12 @@ void write_outputs(const Problem& p, O* out, int64_t row, int64_t column, vec va
 
 #if defined(DP_COMPRESSED)
 
-// R rows and C vectors of a compressed tile.
-template <class O, int R, int C>
+// R rows of a compressed tile.
+template <class O, int R>
 struct CompressedBlock {
+    static constexpr int C = TILE / LANES;  // vectors
     const Problem& p;
     const uint32_t* x;
-    int first;
     vec acc[R][C] = {};
 
     // Adds block b, which begins at `data`. TAIL: words past the end are skipped.
@@ -135,7 +137,7 @@ struct CompressedBlock {
             for (int half = 0; half < 2; half++) {
                 uvec::part words[C][2];
                 for (int c = 0; c < C; c++) {
-                    int64_t at = 2 * g + first + c;
+                    int64_t at = C * g + c;
                     if (RAW)
                         std::memcpy(words[c], data + at * RAW_GROUP_BYTES + half * sizeof words[c], sizeof words[c]);
                     else
@@ -152,7 +154,7 @@ struct CompressedBlock {
 
     DP_INLINE void keep(const uvec::part (&words)[C][2], int i, int64_t k, int64_t part) const {
         for (int c = 0; c < C; c++)
-            std::memcpy(p.kept + ((2 * k + first + c) * PARTS + part) * REGISTER_BYTES, &words[c][i], REGISTER_BYTES);
+            std::memcpy(p.kept + ((C * k + c) * PARTS + part) * REGISTER_BYTES, &words[c][i], REGISTER_BYTES);
     }
 
     DP_INLINE void multiply(const uvec::part (&words)[C][2], int i, int64_t k, int64_t part) {
@@ -185,12 +187,12 @@ struct CompressedBlock {
     }
 };
 
-template <class O, int R, int C>
-void compressed_block(const Problem& p, O* out, int64_t row, int64_t t, int first) {
-    CompressedBlock<O, R, C> block{p, p.x + row * p.stride, first};
+template <class O, int R>
+void compressed_block(const Problem& p, O* out, int64_t row, int64_t t) {
+    CompressedBlock<O, R> block{p, p.x + row * p.stride};
     block.run(t);
     for (int r = 0; r < R; r++)
-        for (int c = 0; c < C; c++) write_outputs(p, out, row + r, t * TILE + (first + c) * LANES, block.acc[r][c]);
+        for (int c = 0; c < block.C; c++) write_outputs(p, out, row + r, t * TILE + c * LANES, block.acc[r][c]);
 }
 
 #endif
@@ -199,8 +201,8 @@ void compressed_block(const Problem& p, O* out, int64_t row, int64_t t, int firs
 template <class T, class O, int R, int C, int N = 1>
 void block(const Problem& p, O* out, int64_t row, int64_t t, int first) {
 #if defined(DP_COMPRESSED)
-    if constexpr (IS_BF16<T> && N == 1)
-        if (p.starts) return compressed_block<O, R, C>(p, out, row, t, first);
+    if constexpr (IS_BF16<T> && C == 2 && N == 1)
+        if (p.starts) return compressed_block<O, R>(p, out, row, t);
 #endif
     const char* weights[N];
     for (int n = 0; n < N; n++) weights[n] = p.tile(t + n);
@@ -227,7 +229,7 @@ void block(const Problem& p, O* out, int64_t row, int64_t t, int first) {
 
 template <class T, class O, int R>
 void tile_rows(const Problem& p, O* out, int64_t row, int64_t t) {
-    if constexpr (2 * R * PARTS <= SUMS<T>) {
+    if constexpr (R <= WHOLE_ROWS<T>) {
         block<T, O, R, 2>(p, out, row, t, 0);
     } else {
         block<T, O, R, 1>(p, out, row, t, 0);
@@ -282,21 +284,27 @@ struct Panels {
         count = (groups + most - 1) / most;
     }
 
-    // Multiplies the rows of a panel by tiles `from` to `to`.
+    // Multiplies the rows of a panel by tiles `from` to `to`. Only so many rows expand a compressed tile as need it once:
+    // expanding takes longer than multiplying two rows. Example: five rows with AVX2: two expand the tile, three follow.
     template <class O>
     void run(const Problem& p, O* out, int64_t panel, int64_t from, int64_t to) const {
         int64_t begin = groups * panel / count, end = groups * (panel + 1) / count;
+        int64_t top = rows * begin / groups, middle = rows * (begin + 1) / groups;
         Problem first = p, rest = p;
-        if (p.starts && end - begin > 1) {
+        if (p.starts) middle = std::min<int64_t>(middle, top + WHOLE_ROWS<T>);
+        if (p.starts && middle < rows * end / groups) {
             rest.weights = first.kept = scratch(p.tile_bytes);
             rest.starts = nullptr;
             rest.tile_bytes = 0;  // every tile is at the same address
         }
-        for (int64_t t = from; t < to; t++)
-            for (int64_t g = begin; g < end; g++) {
-                int64_t row = rows * g / groups;
-                up_to_rows<T, O>(g == begin ? first : rest, out, row, t, rows * (g + 1) / groups - row);
+        for (int64_t t = from; t < to; t++) {
+            up_to_rows<T, O>(first, out, top, t, middle - top);
+            for (int64_t g = begin, row = middle; g < end; g++) {
+                int64_t next = rows * (g + 1) / groups;
+                up_to_rows<T, O>(rest, out, row, t, next - row);
+                row = next;
             }
+        }
     }
 };
 
@@ -378,7 +386,7 @@ void tiles(const Problem& p, O* out, int64_t from, int64_t to) {
 #endif
     if (p.rows == 1) return few_rows<T, O, 1>(p, out, from, to);
     if (p.rows == 2) return few_rows<T, O, 2>(p, out, from, to);
-    if (p.rows == 3) return few_rows<T, O, 3>(p, out, from, to);
+    if (p.rows == 3 && (!p.starts || WHOLE_ROWS<T> >= 3)) return few_rows<T, O, 3>(p, out, from, to);
     Panels<T> panels(p);
     for (int64_t i = 0; i < panels.count; i++) panels.run(p, out, i, from, to);
 }
