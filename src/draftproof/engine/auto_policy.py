@@ -55,6 +55,9 @@ MOST_STEPS = 16  # the same for steps: while no request can draft they come in, 
 MOST_TAKEN = 256  # reports taken in after which the choice for new requests is made again
 # The same for lookups, with those that wait: there it is the choice that was made for earlier requests.
 MOST_NEW = 128
+# Least gain for which a drafter is shown a prompt, over what that takes: the price is paid for sure, and what is expected
+# of a request may not come.
+SURELY_WORTH = 3.0
 MOST_TOKENS = 256  # output length that a new request is expected to have at most: limits are seldom reached
 
 
@@ -314,7 +317,7 @@ class AutoPolicy:
         num_tokens = min(MOST_TOKENS, request.spec.limit - len(request.tokens))
         saved = num_tokens * (plain - choice.seconds / choice.tokens)
         shown = len(request.tokens) * self.costs.prompt_row_seconds
-        return saved > shown + num_lost * self.costs.target_row_seconds
+        return saved > SURELY_WORTH * (shown + num_lost * self.costs.target_row_seconds)
 
     def predict(self, num_requests: int, context: int = 0) -> Prediction:
         """The expected speed-up for `num_requests` new requests with `context` tokens in all."""

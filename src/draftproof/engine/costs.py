@@ -324,6 +324,7 @@ class StepCosts:
             "draft": {str(r): _written(curve) for r, curve in self.draft.by_requests.items()},
             "context": _written(self.context),
             "context_row_seconds": self.context_row_seconds,
+            "prompt_row_seconds": self.prompt_row_seconds,
             "spread": self.spread,
         }
 
@@ -331,8 +332,9 @@ class StepCosts:
         """Restore what `as_json` wrote. KeyError, TypeError, ValueError or AttributeError for anything else."""
         target, context = _read(raw["target"]), _read(raw["context"])
         row_seconds, spread = float(raw["context_row_seconds"]), float(raw["spread"])
+        prompt_row_seconds = float(raw["prompt_row_seconds"])
         draft = {int(r): _read(curve) for r, curve in raw["draft"].items()}
-        behind = [row_seconds, *context.points.values()]
+        behind = [row_seconds, prompt_row_seconds, *context.points.values()]
         drafts = [seconds for curve in draft.values() for seconds in curve.points.values()]
         if not all(map(math.isfinite, [spread, *behind, *target.points.values(), *drafts])):
             raise ValueError("not a profile: numbers that are none")
@@ -340,6 +342,7 @@ class StepCosts:
             raise ValueError("not a profile")
         self.target, self.draft = target, DraftCosts(draft)
         self.context, self.context_row_seconds, self.spread = context, row_seconds, spread
+        self.prompt_row_seconds = prompt_row_seconds
 
 
 def _written(curve: Curve) -> dict[str, float]:

@@ -37,7 +37,9 @@ class Kept:
     num_made: int = 0  # requests that it was made for, others included
     fewest: float = 0.0  # requests with which it is still kept
     is_probe: bool = False  # see `probes.py`
-    longer_by_size: dict[tuple[int, int, int], float] = field(default_factory=dict)  # see `AutoPolicy._longer`
+    longer_by_size: dict[tuple[int, int, int], float] = field(
+        default_factory=dict
+    )  # see `AutoPolicy._longer`
     price: RowPrice | None = None  # see `Policy.price`, once it was asked for
     num_steps: int = 0
     num_told: int = 0  # steps reported by `finished`

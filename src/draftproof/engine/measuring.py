@@ -67,6 +67,19 @@ class StepMeter:
             if size.context:
                 self._forget(slots)
 
+    @as_certified
+    def prompt_seconds(self, num_rows: int) -> float:
+        """Seconds that the drafter takes to see a prompt of so many rows; 0 if it need not, or nobody can time it."""
+        runner = self._runner
+        if self.buckets or not self.on_device or not runner.drafter_has_kv:
+            return 0.0
+        scheduled = [ScheduledRequest(runner.state.scratch_slot, 0, num_rows, 1, 0)]
+        shape = BatchShape.of(scheduled, repeats=False)
+        launched = LaunchedStep(sandboxes=runner.sandboxes, scheduled=scheduled)
+        runner.run_parts(launched, Pass(shape, runner.state.load(scheduled, shape)), recorded=False)
+        runner.state.slots.computed_S[runner.state.scratch_slot] = 0
+        return launched.draft_seconds
+
     def _measured(self, scheduled: Sequence[ScheduledRequest], given: Pass) -> tuple[float, float]:
         runner, shape = self._runner, given.shape
         if shape in runner.captured:
