@@ -55,8 +55,8 @@ MOST_STEPS = 16  # the same for steps: while no request can draft they come in, 
 MOST_TAKEN = 256  # reports taken in after which the choice for new requests is made again
 # The same for lookups, with those that wait: there it is the choice that was made for earlier requests.
 MOST_NEW = 128
-# Least gain for which a drafter is shown a prompt, over what that takes: the price is paid for sure, and what is expected
-# of a request may not come.
+# Least gain for which a drafter is shown a prompt, over what that takes: the price is paid for sure, and what is
+# expected of a request may not come.
 SURELY_WORTH = 3.0
 MOST_TOKENS = 256  # output length that a new request is expected to have at most: limits are seldom reached
 
