@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftproof import assets
 from draftproof.engine import profile
-from draftproof.engine.costs import GUESSED_DRAFT, ROW_SIZES, StepCosts, levels_of
+from draftproof.engine.costs import GUESSED_DRAFT, ROW_SIZES, Curve, StepCosts, levels_of
 from draftproof.engine.interface import StepSize
 from draftproof.runtime.graphs import OFTEN
 
@@ -283,3 +283,11 @@ def test_only_a_drafter_with_keys_takes_time_for_a_prompt(config: dict[str, Any]
         runner = llm.engine.runner
         assert (StepMeter(runner).prompt_seconds(32) > 0) == is_shown
         assert not runner.state.slots.computed_S.any()
+
+
+def test_beyond_the_largest_size_its_neighbour_s_noise_does_not_count() -> None:
+    curve = Curve({64: 12.0, 128: 24.0, 136: 24.1})
+    assert curve.at(128) == 24.0 and curve.at(132) == pytest.approx(24.05)
+    assert curve.at(336) == pytest.approx(24.1 + 200 * (24.1 - 12.0) / (136 - 64))
+    assert curve.slope_beyond == pytest.approx(12.1 / 72)
+    assert Curve({64: 12.0}).at(128) == 12.0 and Curve({64: 12.0, 128: 11.0}).at(256) == 11.0
