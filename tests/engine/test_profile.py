@@ -71,7 +71,9 @@ def test_what_was_measured_is_what_is_expected(buckets: tuple[int, ...]) -> None
 def test_a_slow_machine_measures_what_it_cannot_do_without() -> None:
     runner = FakeRunner()
     clock = iter(range(1000))
-    profile.measure(runner, StepCosts(LEVELS), clock=lambda: float(next(clock)))
+    costs = StepCosts(LEVELS)
+    profile.measure(runner, costs, clock=lambda: float(next(clock)))
+    assert costs.prompt_row_seconds == pytest.approx(3e-5)
     assert {size.num_requests for size in runner.runs[3:]} == {1, 4, 16} and len(runner.runs) <= 80
     assert {size.num_drafts for size in runner.runs if size.num_requests == 16} == {0, LEVELS[1]}
     assert {size.num_drafts for size in runner.runs} == set(LEVELS)

@@ -71,7 +71,8 @@ class StepMeter:
     def prompt_seconds(self, num_rows: int) -> float:
         """Seconds that the drafter takes to see a prompt of so many rows; 0 if it need not, or nobody can time it."""
         runner = self._runner
-        if self.buckets or not self.on_device or not runner.drafter_has_kv:
+        is_timed = self.on_device and not (self.buckets or runner.async_depth)
+        if not is_timed or not runner.drafter_has_kv:
             return 0.0
         scheduled = [ScheduledRequest(runner.state.scratch_slot, 0, num_rows, 1, 0)]
         shape = BatchShape.of(scheduled, repeats=False)
