@@ -345,9 +345,8 @@ class StepCosts:
         """Restore what `as_json` wrote. KeyError, TypeError, ValueError or AttributeError for anything else."""
         target, context = _read(raw["target"]), _read(raw["context"])
         row_seconds, spread = float(raw["context_row_seconds"]), float(raw["spread"])
-        prompt_row_seconds = float(
-            raw.get("prompt_row_seconds", 0.0)
-        )  # recordings for rehearsals may lack it
+        # recordings for rehearsals may lack it
+        prompt_row_seconds = float(raw.get("prompt_row_seconds", 0.0))
         draft = {int(r): _read(curve) for r, curve in raw["draft"].items()}
         behind = [row_seconds, prompt_row_seconds, *context.points.values()]
         drafts = [seconds for curve in draft.values() for seconds in curve.points.values()]

@@ -76,10 +76,11 @@ class StepMeter:
             return 0.0
         scheduled = [ScheduledRequest(runner.state.scratch_slot, 0, num_rows, 1, 0)]
         shape = BatchShape.of(scheduled, repeats=False)
-        launched = LaunchedStep(sandboxes=runner.sandboxes, scheduled=scheduled)
-        runner.run_parts(launched, Pass(shape, runner.state.load(scheduled, shape)), recorded=False)
-        runner.state.slots.computed_S[runner.state.scratch_slot] = 0
-        return launched.draft_seconds
+        try:
+            _, seconds = self._measured(scheduled, Pass(shape, runner.state.load(scheduled, shape)))
+            return seconds
+        finally:
+            runner.state.slots.computed_S[runner.state.scratch_slot] = 0
 
     def _measured(self, scheduled: Sequence[ScheduledRequest], given: Pass) -> tuple[float, float]:
         runner, shape = self._runner, given.shape
@@ -87,7 +88,7 @@ class StepMeter:
             function = partial(runner.step_tensors, shape)
             run = partial(runner.graphs.run, ("step", shape), function, (given.scheduled_4R,))
             return device_seconds(run), 0.0
-        recorded = runner.graphs.calls_once and shape.num_rows <= MAX_GRAPH_ROWS
+        recorded = shape.repeats and runner.graphs.calls_once and shape.num_rows <= MAX_GRAPH_ROWS
         if shape.with_drafter and not self.on_device:
             start = time.perf_counter()
             runner.checked(given, runner.graphs if recorded else EAGER)

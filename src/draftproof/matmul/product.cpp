@@ -284,8 +284,8 @@ struct Panels {
         count = (groups + most - 1) / most;
     }
 
-    // Multiplies the rows of a panel by tiles `from` to `to`. Only so many rows expand a compressed tile as need it once:
-    // expanding takes longer than multiplying two rows. Example: five rows with AVX2: two expand the tile, three follow.
+    // Multiplies the rows of a panel by tiles `from` to `to`. The first WHOLE_ROWS expand a compressed tile, once, for all
+    // others. Example: five rows with AVX2: two expand the tile, three follow.
     template <class O>
     void run(const Problem& p, O* out, int64_t panel, int64_t from, int64_t to) const {
         int64_t begin = groups * panel / count, end = groups * (panel + 1) / count;
