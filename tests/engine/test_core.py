@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,7 @@ from draftproof.cache.pages import PageAllocator
 from draftproof.engine.core import EngineCore
 from draftproof.engine.costs import StepOutcome
 from draftproof.engine.deltas import TokenDelta
-from draftproof.engine.drafting import AFTER_PROMPTS, MOST_LEFT_OUT
+from draftproof.engine.drafting import AFTER_PROMPTS, MOST_LEFT_OUT, StepRun
 from draftproof.engine.interface import (
     NO_NUMBER,
     DeviceFaultError,
@@ -711,6 +712,41 @@ def test_the_policy_hears_of_decoding_steps() -> None:
     finish(engine)
     assert heard and all(step.num_rows <= 8 and step.seconds >= step.host_seconds >= 0 for step in heard)
     assert max(step.num_requests for step in heard) == 2 and max(step.num_tokens for step in heard) == 4
+
+
+def test_the_time_that_a_policy_takes_to_choose_is_not_a_step_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a fake clock nothing takes time but choosing, which takes a second."""
+    heard: list[StepOutcome] = []
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    engine = core(FakeRunner(3))
+
+    def slow(num_outputs: int) -> int:
+        now[0] += 1.0
+        return 3
+
+    engine.policy = Chosen(slow)
+    engine.policy.finished = heard.append  # type: ignore[method-assign]
+    engine.add_request("a", spec(40, 12))
+    finish(engine)
+    assert heard and now[0] > 1.0 and all(step.seconds == 0.0 for step in heard)
+
+
+def test_where_steps_overlap_their_time_is_an_average_of_steps_of_one_size() -> None:
+    run = StepRun()
+    two, more = ([ScheduledRequest(slot, 9, num_rows, num_rows, 3) for slot in (0, 1)] for num_rows in (4, 5))
+    run.count(two, before=10.0)
+    run.count(two, before=11.5)
+    assert run.taken(12.0) == 1.0, "of two steps, whose results were seen at 11.5 and 12"
+    run.count(two, before=12.0)
+    assert run.taken(12.5) == 0.5, "since the last report"
+    run.count(two, before=12.5)
+    run.count(more, before=13.0)
+    assert run.taken(15.0) == 2.0, "of the larger step alone"
+    run.count(more, before=15.0)
+    run.count(None, before=16.0)
+    run.count(more, before=19.0)
+    assert run.taken(20.0) == 1.0, "what is not told of breaks the row"
 
 
 def test_the_policy_does_not_hear_of_steps_that_are_yet_to_be_recorded(

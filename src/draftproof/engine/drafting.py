@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from draftproof.engine.in_flight import InFlightStep
-from draftproof.engine.interface import RowPrice, RowResult, Runner
+from draftproof.engine.interface import RowPrice, RowResult, Runner, ScheduledRequest
 from draftproof.engine.policy import Parts, Policy
 from draftproof.engine.progress import Progress
 from draftproof.engine.scheduler import PlannedRows, Scheduler
@@ -39,6 +39,33 @@ class Wanted(NamedTuple):
     most_model_drafts: int | None = None
 
 
+class StepRun:
+    """Overlapping steps of one size in a row, whose time is averaged: when a result is seen depends on what the host is
+    at, so that single steps of 8.3 ms seemed to take 7.0 to 11.5."""
+
+    def __init__(self) -> None:
+        self._size: tuple[int, int, int] | None = None
+        self._start = 0.0  # seconds of `time.perf_counter`
+        self._num_steps = 0
+
+    def count(self, scheduled: Sequence[ScheduledRequest] | None, before: float) -> None:
+        """Count a finished step; None: one that is not to be told of. `before`: when the result before was seen."""
+        if scheduled is None:
+            self._size = None
+            return
+        most_rows, most_drafts = max(s.num_rows for s in scheduled), max(s.num_drafts for s in scheduled)
+        size = len(scheduled), most_rows, most_drafts
+        if size != self._size:
+            self._size, self._start, self._num_steps = size, before, 0
+        self._num_steps += 1
+
+    def taken(self, now: float) -> float:
+        """Average seconds of the steps counted so far. The next run starts now."""
+        found = (now - self._start) / self._num_steps
+        self._start, self._num_steps = now, 0
+        return found
+
+
 class Drafting:
     """Consults `policy` where a drafter can draft, and reports to it the times of steps that are informative."""
 
@@ -49,6 +76,8 @@ class Drafting:
         self.can_compare = can_compare(runner)
         self.use(policy)
         self.is_off = False  # all drafters are switched off
+        self._choosing_seconds = 0.0  # that the policy took to choose for the last step
+        self._run = StepRun()
         self._last_result = 0.0  # when a step's result was last taken in: seconds of `time.perf_counter`
         self._num_since_prompts = 0  # finished steps
         self._num_left_out = 0  # finished steps since one that no prompt has slowed
@@ -69,10 +98,13 @@ class Drafting:
             asked = [r.request for r in rows if r.num_sampled and r.request.can_draft]
         if unseen and not self._runner.is_divided:
             asked = [request for request in asked if id(request) not in unseen]
+        self._choosing_seconds = 0.0
         if not asked:
             return Wanted([0] * len(rows), without_drafter=not shown and self._may_rest(rows))
         num_others = len(rows) - len(asked)
+        start = time.perf_counter()
         chosen = self.policy.choose(asked, num_others)
+        self._choosing_seconds = time.perf_counter() - start
         shadows = self.policy.shadows(chosen, num_others) if self.compares else ()
         if self.policy.parts is not None:
             return self._wanted_of_parts(rows, asked, self.policy.parts, shadows, shown, unseen)
@@ -195,8 +227,9 @@ class Drafting:
         `was_wanted`): if all had, the device may have idled since. Of steps with prompts only the drafter's time is
         reported; the first steps after them are not typical. `num_steps`: steps so far.
 
-        Where steps overlap, a step's time is that since the result before; a step launched on an idle device is left
-        out. Without overlap it is the time since planning began.
+        Where steps overlap, a step's time is the average of those like it since the last report (`StepRun`); a step
+        launched on an idle device is left out. Without overlap it is the time since planning began, less what the
+        policy took to choose: it chooses once in a few steps, and may be told of just those.
         """
         if flight.shadowing is not None:
             self._keep_shadows(flight, results, flight.shadowing)
@@ -205,18 +238,21 @@ class Drafting:
         is_typical = self._count(flight.has_prompts)
         if not self._runner.num_drafts:
             return
+        is_ahead = self._runner.async_depth > 0
+        is_late = is_ahead and flight.start > before
+        is_told = was_wanted and not is_late and not flight.pending.is_warming
+        if is_ahead:
+            self._run.count(flight.scheduled if is_told and not flight.has_prompts else None, before)
         policy = self.policy
         every = policy.plain_every if flight.without_drafter else policy.report_every
         if num_steps % every and not flight.has_prompts:
             return
-        is_ahead = self._runner.async_depth > 0
-        is_late = is_ahead and flight.start > before
-        if not was_wanted or is_late or flight.pending.is_warming:
+        if not is_told:
             return
         if flight.has_prompts:
             self._prompted(flight)
             return
-        seconds = now - (before if is_ahead else flight.start)
+        seconds = self._run.taken(now) if is_ahead else now - flight.start - self._choosing_seconds
         pending = flight.pending
         passes = seconds if is_ahead else pending.target_seconds + pending.draft_seconds
         # not a chain's, which depends on which member drafts, nor where a lookup waits for the device
