@@ -26,6 +26,8 @@ from draftproof.engine.auto_policy import (
     MOST_WAITING,
     PATIENCE,
     STAKE,
+    SURELY_WORTH,
+    WORTH_SHOWING,
     AutoPolicy,
 )
 from draftproof.engine.costs import (
@@ -42,7 +44,15 @@ from draftproof.engine.costs import (
 )
 from draftproof.engine.draft_choice import WORTH_IT, Chooser, DraftChoice, DraftRows, Part
 from draftproof.engine.interface import RowPrice
-from draftproof.engine.kept_choice import FIRST_KEPT, MOST_KEPT, PLAIN_EVERY, ROUNDS_KEPT, TOLD_KEPT, Kept
+from draftproof.engine.kept_choice import (
+    FIRST_KEPT,
+    MOST_KEPT,
+    PLAIN_EVERY,
+    ROUNDS_KEPT,
+    TOLD_KEPT,
+    Kept,
+    ReadyChoice,
+)
 from draftproof.engine.policy import FixedPolicy
 from draftproof.engine.probes import FIRST_PROBED, PROBED_STEPS
 from draftproof.engine.progress import Progress
@@ -235,6 +245,39 @@ def test_a_prompt_that_takes_the_drafter_longer_than_drafts_save_is_not_shown() 
     assert its.will_draft(request(20, limit=40), 0) and not its.will_draft(request(2000, limit=2020), 0)
     its.prompted(10, 100.0)
     assert not its.will_draft(request(20, limit=40), 0)
+
+
+def test_what_a_prompt_takes_is_paid_from_the_savings() -> None:
+    """At the start only a prompt is shown whose drafts are expected to save `SURELY_WORTH` times that. `times`: of what
+    it takes, in the savings."""
+    its, one = policy(0.9, row=0.005, step=0.01), request(20, limit=40)
+    assert its.will_draft(one, 0)
+    choice, plain = its._ready.choice, its.costs.plain(1)
+    saved = 20 * (plain - choice.seconds / choice.tokens)
+    for gain, times, expected in (
+        (SURELY_WORTH + 0.1, 0.0, True),
+        (SURELY_WORTH - 0.1, 0.0, False),
+        (SURELY_WORTH - 0.1, 0.9, False),
+        (SURELY_WORTH - 0.1, 1.2, True),
+        (WORTH_SHOWING - 0.1, 5.0, False),
+    ):
+        price = saved / gain
+        its.costs.prompt_row_seconds, its.savings = price / 20, ALLOWANCE + times * price / plain
+        assert its.will_draft(one, 0) == expected
+    its.savings = ALLOWANCE + 3.0
+    its.prompted(20, 2.0 * plain)
+    assert its.savings == pytest.approx(ALLOWANCE + 1.0)
+    its.prompted(20, 2.0 * plain)
+    assert its.savings == ALLOWANCE, "the first drafts of the next request may still cost something"
+
+
+def test_what_a_prompt_must_save_is_told_by_steps_with_the_same_context() -> None:
+    """A choice that was made before anything was known of contexts is compared with a plain step of then."""
+    its = policy(0.01, row=0.5, step=1.0)
+    its.costs.context = Curve({0: 0.0, 1000: 10.0})
+    its._ready = ReadyChoice(1, DraftChoice({its.acceptance.unknown: 1}, 1.5, 1.6, 1.5, worst=0.5), 0)
+    its._length, its.costs.prompt_row_seconds = 400.0, 0.1
+    assert not its.will_draft(request(40, limit=60), 0), "20 tokens save 0.05 each, and 40 rows take 4"
 
 
 def test_cached_tokens_that_are_computed_again_count() -> None:
@@ -628,6 +671,29 @@ def test_the_host_takes_longer_for_steps_that_bring_more_tokens() -> None:
     assert host.at(1) >= LEAST_HOST * 0.25 and HostCosts(0.5).at(7) == 0.5
     host.observe(4, 100.0)
     assert host.at(4) < 0.3, "a disturbance counts as twice what is expected"
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_one_slow_step_with_drafts_says_little_of_what_a_row_takes(is_first: bool) -> None:
+    """An engine's first step with drafts took the host four times as long as later ones."""
+    host = HostCosts()
+    if is_first:
+        host.observe(2, 0.5)
+    for _ in range(12):
+        host.observe(1, 0.12)
+    if not is_first:
+        host.observe(2, 0.5)
+    assert host.at(1) == pytest.approx(0.12, rel=0.15) and host.at(3) < 2 * host.at(1)
+
+
+def test_a_single_number_of_drafts_does_not_stand_for_all() -> None:
+    """For 64 requests time was left for one draft only: three take as much longer as with fewer requests."""
+    found = DraftCosts()
+    for num_requests in (16, 32):
+        for k in (1, 3):
+            found.set(num_requests, k, 0.1 * k * num_requests)
+    found.set(64, 1, 6.4)
+    assert found.at(64, 1) == 6.4 and found.at(64, 3) == pytest.approx(19.2)
 
 
 def test_a_step_is_priced_by_the_numbers_of_rows_that_it_has_and_not_by_their_mean() -> None:

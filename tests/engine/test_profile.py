@@ -79,6 +79,14 @@ def test_a_slow_machine_measures_what_it_cannot_do_without() -> None:
     assert {size.num_drafts for size in runner.runs} == set(LEVELS)
 
 
+def test_a_slow_machine_measures_all_captured_steps_of_the_most_requests() -> None:
+    runner = FakeRunner((1, 2, 4, 8, 16))
+    clock = iter(range(1000))
+    profile.measure(runner, StepCosts(LEVELS, runner.buckets), clock=lambda: float(next(clock)))
+    assert {size.num_drafts for size in runner.runs if size.num_requests == 16} == set(LEVELS)
+    assert not {2, 8} & {size.num_requests for size in runner.runs}
+
+
 def test_one_requests_steps_are_measured_again_at_the_end() -> None:
     """They come first, before the machine has settled: here each run of the first 0.5 s takes twice as long."""
     runner = FakeRunner()

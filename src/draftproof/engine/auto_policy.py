@@ -55,9 +55,9 @@ MOST_STEPS = 16  # the same for steps: while no request can draft they come in, 
 MOST_TAKEN = 256  # reports taken in after which the choice for new requests is made again
 # The same for lookups, with those that wait: there it is the choice that was made for earlier requests.
 MOST_NEW = 128
-# Least gain for which a drafter is shown a prompt, over what that takes: the price is paid for sure, and what is
-# expected of a request may not come.
-SURELY_WORTH = 3.0
+# Least gain for which a drafter is shown a prompt, over what that takes: while the savings allow it, and else. The
+# price is paid for sure, and what is expected of a request may not come.
+WORTH_SHOWING, SURELY_WORTH = 1.25, 3.0
 MOST_TOKENS = 256  # output length that a new request is expected to have at most: limits are seldom reached
 
 
@@ -313,11 +313,13 @@ class AutoPolicy:
             choice = self._make_ready(num_requests)
         if not choice.num_drafts:
             return False
-        plain = self.costs.plain(num_requests, self._context(num_requests)) / num_requests
+        plain = choice.seconds / (1.0 + choice.worst)
         num_tokens = min(MOST_TOKENS, request.spec.limit - len(request.tokens))
-        saved = num_tokens * (plain - choice.seconds / choice.tokens)
+        saved = num_tokens * (plain / num_requests - choice.seconds / choice.tokens)
         shown = len(request.tokens) * self.costs.prompt_row_seconds
-        return saved > SURELY_WORTH * (shown + num_lost * self.costs.target_row_seconds)
+        price = shown + num_lost * self.costs.target_row_seconds
+        is_affordable = num_requests * price < (self.savings - ALLOWANCE) * plain
+        return saved > price * (WORTH_SHOWING if is_affordable else SURELY_WORTH)
 
     def predict(self, num_requests: int, context: int = 0) -> Prediction:
         """The expected speed-up for `num_requests` new requests with `context` tokens in all."""
@@ -338,6 +340,10 @@ class AutoPolicy:
 
     def prompted(self, num_rows: int, draft_seconds: float) -> None:
         self.costs.observe_prompt(num_rows, draft_seconds)
+        if self._ready is not None:  # made for as many requests as will soon decode together
+            num_requests = self._ready.num_requests
+            price = draft_seconds / self.costs.plain(num_requests, self._context(num_requests))
+            self.savings = max(min(self.savings, ALLOWANCE), self.savings - price)
 
     def finished(self, step: StepOutcome) -> None:
         kept = self._kept

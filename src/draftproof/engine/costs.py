@@ -20,6 +20,9 @@ PROMPT_RATE = 0.25  # weight of a new step with prompts in the average of the dr
 MOST_SLOWER_HOST = 2.0  # a step's host seconds count for at most this many times what is expected
 LEAST_HOST = 0.1  # part of the average that a step's host seconds are at least
 SIMILAR_ROWS = 0.05  # numbers of rows that differ by less of their mean say little of what a row takes
+# Weight, in steps, of the first guess of what a row takes: nothing. A step counts as much if its rows differ from the
+# mean by the mean.
+GUESSED_FROM = 1.0
 MOST_CAPTURED_ROWS = 256  # maximum rows of a captured step if the number of drafts is chosen per step
 MAX_GRAPH_ROWS = 64  # recording gains nothing for larger passes, except those captured at the start
 ROW_SIZES = (*range(1, 17), *range(18, 33, 2), *range(36, MAX_GRAPH_ROWS + 1, 4))  # of steps with drafts
@@ -127,7 +130,8 @@ class Curve:
 
 @dataclass(slots=True)
 class DraftCosts:
-    """Seconds of a draft pass, by number of requests and of drafts: linear between measured numbers of either.
+    """Seconds of a draft pass, by number of requests and of drafts: linear between measured numbers of either. Where
+    only one number of drafts was measured, since time was up, others are told by other numbers of requests.
 
     A drafter that the profile cannot run, since it needs real texts, is measured in service: seconds per request, by
     the bit length of the number of requests."""
@@ -147,7 +151,10 @@ class DraftCosts:
             return self._each(num_requests.bit_length()) * num_requests
         found = self._known.get((num_requests, num_drafts))
         if found is None:
-            curve = Curve({r: by_drafts.at(num_drafts) for r, by_drafts in self.by_requests.items()})
+            curves = {
+                r: c for r, c in self.by_requests.items() if len(c.points) > 1 or num_drafts in c.points
+            }
+            curve = Curve({r: c.at(num_drafts) for r, c in (curves or self.by_requests).items()})
             found = self._known[num_requests, num_drafts] = curve.at(num_requests)
         return found
 
@@ -169,7 +176,8 @@ class HostCosts:
     """Seconds of a step outside both passes, as a line over its rows: each token that a step brings is taken over one
     by one. Example: on one machine 0.25 ms for 4 requests without drafts, and 0.8 ms where they brought 44 tokens.
 
-    The averages are of recent steps."""
+    The averages are of recent steps. One step that is disturbed changes little: the first with drafts took 0.5 ms where
+    all later ones took 0.13, and a line through it and the plain ones would have ended drafting."""
 
     seconds: float = 0.0
     _num_rows: float = 0.0  # average
@@ -186,6 +194,8 @@ class HostCosts:
         """Note what a step took."""
         if self.seconds:
             seconds = min(seconds, MOST_SLOWER_HOST * self.at(num_rows))
+        if self._num_told == 1:
+            self.seconds = min(self.seconds, MOST_SLOWER_HOST * seconds)
         if not self._num_told:
             self._num_rows = num_rows
         self._num_told += 1
@@ -195,8 +205,8 @@ class HostCosts:
         self._num_rows += rate * more
         self._spread += rate * ((1 - rate) * more * more - self._spread)
         self._together += rate * ((1 - rate) * more * longer - self._together)
-        similar = (SIMILAR_ROWS * self._num_rows) ** 2
-        self._each = max(0.0, self._together / (self._spread + similar))
+        little = (SIMILAR_ROWS**2 + GUESSED_FROM / self._num_told) * self._num_rows**2
+        self._each = max(0.0, self._together / (self._spread + little))
 
 
 @dataclass(slots=True)

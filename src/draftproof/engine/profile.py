@@ -117,7 +117,7 @@ def measure(runner: Measured, costs: StepCosts, clock: Callable[[], float] = tim
     """
     found: dict[StepSize, list[tuple[float, float]]] = {}
     sizes, end = list(_sizes(runner, costs.levels)), clock() + SECONDS
-    indispensable = _indispensable(sizes)
+    indispensable = _indispensable(sizes, captured=bool(runner.buckets))
     for number in range(ROUNDS):
         for size in sizes:
             if clock() > end and (number or size not in indispensable):
@@ -242,13 +242,14 @@ def _levels_of(num_requests: int, levels: tuple[int, ...], *, captured: bool) ->
     return tuple(k for place, k in enumerate(levels) if is_measured(place))
 
 
-def _indispensable(sizes: Sequence[StepSize]) -> list[StepSize]:
+def _indispensable(sizes: Sequence[StepSize], *, captured: bool) -> list[StepSize]:
     """The sizes with the fewest requests, and those that show the cost of context. Of the most requests, those that
-    show whether drafts pay: with context, alone, and with the fewest drafts. Extrapolated from few requests they were
-    off by 40 %."""
+    show whether drafts pay: with context, alone, and with the fewest drafts, or where steps are captured, and short,
+    with any number of them. Extrapolated from few requests they were off by 40 %."""
     with_context = [size for size in sizes if size.context]
     first, last = with_context[0].num_requests, with_context[-1].num_requests
     compared = [size for size in with_context if size.num_requests in (first, last)]
-    drafted = next((size for size in sizes if size.num_requests == last and size.num_verified), None)
-    needed = {*compared, *(size._replace(context=0) for size in compared), drafted}
+    drafted = [size for size in sizes if size.num_requests == last and size.num_verified]
+    needed = {*compared, *(size._replace(context=0) for size in compared)}
+    needed.update(drafted if captured else drafted[:1])
     return [size for size in sizes if size.num_requests == sizes[0].num_requests or size in needed]
