@@ -552,7 +552,7 @@ def test_the_choice_for_a_new_request_is_made_before_it_arrives(monkeypatch: pyt
         patched.setattr(Chooser, "best", None)
         assert its.will_draft(other, 0) and its.choose([other], 0) == [8]
         assert its._reports and its._kept.asked == [other] and its._kept.is_first
-    assert not its._kept.may_wait  # savings are of earlier steps, so no step waits for the next choice
+    assert its._kept.may_wait and not its._steps, "savings are those after all steps"
 
 
 @pytest.mark.parametrize(
@@ -580,13 +580,14 @@ def test_that_a_new_request_gets_no_drafts_is_worked_out_once(monkeypatch: pytes
     assert not its.will_draft(one, 0) and its._ready is not made
 
 
-def test_of_lookups_the_choice_for_a_new_request_is_that_for_the_one_before() -> None:
-    """Until there are `MOST_NEW` reports."""
+@pytest.mark.parametrize("num_taken", [20, 10 * MOST_NEW])
+def test_of_lookups_the_choice_for_a_new_request_is_that_for_the_one_before(num_taken: int) -> None:
+    """Until there are `MOST_NEW` reports, or as many as it was made by."""
     its, requests = policy(0.9, row=0.05, step=0.1), [request(4, number) for number in range(3)]
-    its.savings, its.is_lookup = MOST_SAVED, True
+    its.savings, its.is_lookup, its._num_taken = MOST_SAVED, True, num_taken
     first = its.choose(requests[:1], 0)
     choice = its._kept.choice
-    for _ in range(MOST_NEW - 1):
+    for _ in range(min(MOST_NEW, num_taken) - 1):
         its.verified(requests[0], 8, 0)
     assert its.choose(requests[1:2], 0) == first and its._kept.choice is choice
     its.verified(requests[1], 8, 0)

@@ -53,7 +53,8 @@ PATIENCE = 0.75
 MOST_WAITING = 256  # reports that wait to be taken in, at most: nothing is chosen while no request can draft
 MOST_STEPS = 16  # the same for steps: while no request can draft they come in, too
 MOST_TAKEN = 256  # reports taken in after which the choice for new requests is made again
-# The same for lookups, with those that wait: there it is the choice that was made for earlier requests.
+# The same for lookups, with those that wait: there it is the choice that was made for earlier requests. It counts
+# for at most as many as it was made by: the first choices are soon made again.
 MOST_NEW = 128
 # Least gain for which a drafter is shown a prompt, over what that takes: while the savings allow it, and else. The
 # price is paid for sure, and what is expected of a request may not come.
@@ -141,6 +142,7 @@ class AutoPolicy:
         if is_new:
             ready = self._made_ready(len(asked))
             if ready is not None:  # reports wait for the next choice, which is made while a step runs
+                self._settle_steps()
                 self._let_go()
                 return self._kept_for(asked, 0, [self.acceptance.unknown] * len(asked), ready, is_first=True)
         start = time.perf_counter()
@@ -172,7 +174,9 @@ class AutoPolicy:
             self.acceptance.unknown
         }  # for such requests as are now expected
         is_safe = choice.risk <= STAKE * RISKED_ON_MANY * self.savings
-        is_fresh = num_new + num_waiting <= MOST_NEW if self.is_lookup else num_new <= MOST_TAKEN
+        is_fresh = num_new <= MOST_TAKEN
+        if self.is_lookup:
+            is_fresh = num_new + num_waiting <= min(MOST_NEW, ready.num_taken)
         return choice if is_expected and is_safe and is_fresh else None
 
     def _make_ready(self, num_requests: int) -> DraftChoice:
@@ -211,7 +215,7 @@ class AutoPolicy:
         enough = self._choosing_seconds / (share * choice.seconds) / num_steps
         longer = max(1, min(round(enough / 2), FIRST_KEPT) if is_first else min(round(enough), MOST_KEPT))
         may_wait = False
-        if choice.num_drafts and not self._reports and not self._steps:  # else `savings` are of earlier steps
+        if choice.num_drafts:
             affordable = (self.savings - ALLOWANCE) / max(num_steps * choice.worst, 1e-9)
             may_wait = affordable >= 1.0
             longer = min(longer, int(affordable)) if may_wait else longer
