@@ -150,8 +150,8 @@ class AutoPolicy:
         self._let_go()
         kept = self._choice_for(asked, num_others, before)
         self._choosing_seconds = time.perf_counter() - start
-        may_probe = self.probes and bool(kept.choice.num_drafts) and not (kept.is_first or num_others)
-        if may_probe and self._probes.is_due(kept.choice, len(asked)):
+        if not kept.is_first and self._should_probe(kept.choice, len(asked), num_others):
+            self._probes.start(kept.choice, len(asked))
             num_drafts = [0] * len(asked)
             return replace(kept, num_drafts=num_drafts, longer=1, may_wait=False, is_probe=True)
         if self.is_lookup:  # nobody asks in advance whether a lookup will draft
@@ -160,6 +160,11 @@ class AutoPolicy:
         elif before is not None and before.is_first and not kept.is_first and self._ready:
             self._make_ready(self._ready.num_requests)
         return kept
+
+    def _should_probe(self, choice: DraftChoice, num_asked: int, num_others: int) -> bool:
+        """Whether a probe is due while this is the choice, for `num_asked` requests beside others."""
+        may_probe = self.probes and bool(choice.num_drafts) and not num_others
+        return may_probe and self._probes.is_due(num_asked)
 
     def _made_ready(self, num_requests: int) -> DraftChoice | None:
         """The choice for so many new requests, if it is made and still holds."""
@@ -219,6 +224,8 @@ class AutoPolicy:
             affordable = (self.savings - ALLOWANCE) / max(num_steps * choice.worst, 1e-9)
             may_wait = affordable >= 1.0
             longer = min(longer, int(affordable)) if may_wait else longer
+            if is_first and self._should_probe(choice, len(asked), num_others):
+                longer = 1  # while there are requests left to probe
         # where steps are captured the time of a choice hardly counts, and another number of requests has other levels
         fewest = len(asked) * (1.0 if self.costs.is_padded else LEAST_LEFT)
         num_made = len(asked) + num_others

@@ -231,10 +231,10 @@ class Drafting:
         launched on an idle device is left out. Without overlap it is the time since planning began, less what the
         policy took to choose: it chooses once in a few steps, and may be told of just those.
         """
-        if flight.shadowing is not None:
-            self._keep_shadows(flight, results, flight.shadowing)
         now, before = time.perf_counter(), self._last_result
         self._last_result = now
+        if flight.shadowing is not None:
+            self._keep_shadows(flight, results, flight.shadowing)
         is_typical = self._count(flight.has_prompts)
         if not self._runner.num_drafts:
             return

@@ -26,17 +26,17 @@ class Probes:
     steps: list[StepOutcome] = field(default_factory=list)  # those that are only a bound
     _until: dict[int, float] = field(default_factory=dict)  # by the bit length of the number of requests
 
-    def is_due(self, choice: DraftChoice, num_requests: int) -> bool:
-        """Whether a probe is to be made instead of this choice, which has drafts. If so, the next is due later."""
-        about_as_many = num_requests.bit_length()
-        if self._until.get(about_as_many, FIRST_PROBED) > 0:
-            return False
+    def is_due(self, num_requests: int) -> bool:
+        """Whether a probe is due for about so many requests."""
+        return self._until.get(num_requests.bit_length(), FIRST_PROBED) <= 0
+
+    def start(self, choice: DraftChoice, num_requests: int) -> None:
+        """A probe is made instead of this choice, which has drafts: the next is due later."""
         plain = choice.seconds / (1.0 + choice.worst)
         lost = choice.speed * plain / num_requests - 1.0  # plain steps that each step loses
         if self.is_seen:
             lost += self.costs.draft.at(num_requests, self.costs.levels[1]) / plain
-        self._until[about_as_many] = PROBED_STEPS * lost / PROBED_SHARE
-        return True
+        self._until[num_requests.bit_length()] = PROBED_STEPS * lost / PROBED_SHARE
 
     def count(self, num_requests: int, num_steps: int, *, has_drafts: bool) -> None:
         """Count steps of so many requests that were no probe's."""
