@@ -122,6 +122,11 @@ class Chances:
         return self._known
 
     @property
+    def doubt(self) -> float:
+        """Share of the prior in the estimate of the first event: 1 if nothing was counted."""
+        return self.prior_weight / (self.prior_weight + self._trials[0] / self._weight)
+
+    @property
     def least(self) -> list[float]:
         """Estimates that are shrunk towards 0: what the counts vouch for."""
         return self._shrunk(0.0)

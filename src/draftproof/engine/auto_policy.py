@@ -56,8 +56,8 @@ MOST_TAKEN = 256  # reports taken in after which the choice for new requests is 
 # The same for lookups, with those that wait: there it is the choice that was made for earlier requests. It counts
 # for at most as many as it was made by: the first choices are soon made again.
 MOST_NEW = 128
-# Least gain for which a drafter is shown a prompt, over what that takes: while the savings allow it, and else. The
-# price is paid for sure, and what is expected of a request may not come.
+# Least gain for which a drafter is shown a prompt, over what that takes: if the savings allow it or acceptance is well
+# known, and at the start. The price is paid for sure, and what is expected of a request may not come.
 WORTH_SHOWING, SURELY_WORTH = 1.25, 3.0
 MOST_TOKENS = 256  # output length that a new request is expected to have at most: limits are seldom reached
 
@@ -330,7 +330,8 @@ class AutoPolicy:
         shown = len(request.tokens) * self.costs.prompt_row_seconds
         price = shown + num_lost * self.costs.target_row_seconds
         is_affordable = num_requests * price < (self.savings - ALLOWANCE) * plain
-        return saved > price * (WORTH_SHOWING if is_affordable else SURELY_WORTH)
+        doubt = 0.0 if is_affordable else self.acceptance.accepted.doubt
+        return saved > price * (WORTH_SHOWING + doubt * (SURELY_WORTH - WORTH_SHOWING))
 
     def predict(self, num_requests: int, context: int = 0) -> Prediction:
         """The expected speed-up for `num_requests` new requests with `context` tokens in all."""

@@ -36,7 +36,7 @@ from draftproof.kernels.ops import Ops
 from draftproof.models.decoder import Decoder
 from draftproof.runtime.graphs import EAGER, Graphs, Key
 from draftproof.runtime.threads import as_certified
-from draftproof.runtime.transfer import IntegerRows, upload
+from draftproof.runtime.transfer import IntegerRows
 from draftproof.sampling.params import SamplingTable
 from draftproof.sampling.verifier import Verifier, VerifyResult
 
@@ -181,7 +181,7 @@ class ModelRunner:
         for slot, position, drafts in step.forced:
             self.state.force(slot, position, drafts)
         if step.fresh_blocks and self.draft_cache.layers and not step.without_drafter:
-            self.draft_cache.zero(upload(step.fresh_blocks, self.state.device))
+            self.draft_cache.zero(step.fresh_blocks)
 
     def _launch(self, step: StepInput) -> LaunchedStep:
         items = self.items.begin(step.scheduled)
