@@ -519,6 +519,19 @@ def test_reports_wait_for_the_next_choice_if_the_savings_last_until_then(savings
     assert its.acceptance.accepted.estimates[0] < before and its.savings < savings
 
 
+@pytest.mark.parametrize("num_unlucky", [1, 7])
+def test_savings_are_told_by_all_rounds_since_the_last_report(num_unlucky: int) -> None:
+    """The last round brings one token, here as one of one unlucky round in eight, there of seven."""
+    its, one = policy(0.9, row=0.05, step=0.1), request(4)
+    its.savings = MOST_SAVED - 10.0
+    for number in range(ROUNDS_KEPT):
+        its.choose([one], 0)
+        its.verified(one, 8, 0 if number >= ROUNDS_KEPT - num_unlucky else 8)
+    its.finished(StepOutcome(1, 9, 8, 1, 100, 2.25))
+    its._settle()
+    assert (its.savings > MOST_SAVED - 10.0) == (num_unlucky == 1)
+
+
 @pytest.mark.parametrize("ask", ["will_draft", "predict"])
 def test_questions_are_answered_by_all_reports(ask: str) -> None:
     its, one = policy(0.9, row=0.05, step=0.1), request(4)

@@ -394,6 +394,7 @@ def test_a_choice_that_counts_vouched_for_ends_when_the_savings_do() -> None:
     for _ in range(60):
         its.proposed(one, 8, 8)
         its.verified(one, 8, 8)
+    its.finished(StepOutcome(1, 9, 8, 9, 100, 4.0))
     its.savings = ALLOWANCE
     assert its.choose([one], 0) == [8] and its._kept is not None and not its._kept.may_wait
     for number in range(ROUNDS_KEPT):

@@ -92,9 +92,14 @@ class AutoPolicy:
     _first_shadow: list[int] = field(
         default_factory=lambda: [0, 0]
     )  # whose turn it is: of those that draft, of all
-    # reports to be taken in: (method, arguments); and steps, each with the number that it stands for
+    # since a step was reported: steps, rounds that were verified in them, and drafts that were accepted
+    _num_chosen: int = 0
+    _num_rounds: int = 0
+    _num_accepted: int = 0
+    # reports to be taken in: (method, arguments); and steps, each with the number that it stands for and the tokens of
+    # one of those
     _reports: list[tuple[Callable[..., None], tuple[Any, ...]]] = field(default_factory=list)
-    _steps: list[tuple[StepOutcome, int]] = field(default_factory=list)
+    _steps: list[tuple[StepOutcome, int, float]] = field(default_factory=list)
     _choosing_seconds: float = 0.0  # time that the last choice took, with the reports before it
 
     def __post_init__(self) -> None:
@@ -134,6 +139,7 @@ class AutoPolicy:
         if kept is None or kept.is_over or not kept.is_for(asked, num_others):
             kept = self._kept = self._next(asked, num_others, before=kept)
         kept.count_step()
+        self._num_chosen += 1
         return kept.num_drafts
 
     def _next(self, asked: list[Progress], num_others: int, before: Kept | None) -> Kept:
@@ -250,7 +256,7 @@ class AutoPolicy:
         steps, self._steps = self._steps, []
         self._num_taken += len(steps)
         if steps:
-            last, _ = steps[-1]
+            last = steps[-1][0]
             self._length = last.context / last.num_requests
             self._take_steps(steps)
 
@@ -345,6 +351,8 @@ class AutoPolicy:
         self._report(self.acceptance.count_given, request.records[self.number], num_asked, num_drafts)
 
     def verified(self, request: Progress, num_drafted: int, num_accepted: int) -> None:
+        self._num_rounds += 1
+        self._num_accepted += num_accepted
         self._report(self.acceptance.count, request.records[self.number], num_drafted, num_accepted)
 
     def compared(self, request: Progress, found: Comparison) -> None:
@@ -364,7 +372,7 @@ class AutoPolicy:
             self._probes.steps.append(step)
         else:
             num_steps = 0 if is_probed else 1 if step.is_plain else self.report_every
-            self._steps.append((step, num_steps))
+            self._steps.append((step, num_steps, self._tokens_of(step)))
         # those without drafts are alike, and nothing is risked until the next choice
         waits = kept is not None and (kept.may_wait or not kept.choice.num_drafts)
         if not waits or len(self._steps) >= MOST_STEPS:
@@ -380,9 +388,18 @@ class AutoPolicy:
         if self._kept is not None:
             self._kept.count_told(STAKE * self.savings)
 
-    def _take_steps(self, steps: Sequence[tuple[StepOutcome, int]]) -> None:
-        """Correct the costs and the savings by these steps, each of which stands for so many."""
-        for step, num_steps in steps:
+    def _tokens_of(self, step: StepOutcome) -> float:
+        """Tokens of a step: on the average of those that this one stands for, if their drafts were reported. By one in
+        eight alone two unlucky ones would end drafting that pays."""
+        found = float(step.num_tokens)
+        if self._num_rounds and self._num_chosen and not step.is_plain:
+            found = step.num_requests + self._num_accepted / self._num_chosen
+        self._num_chosen = self._num_rounds = self._num_accepted = 0
+        return found
+
+    def _take_steps(self, steps: Sequence[tuple[StepOutcome, int, float]]) -> None:
+        """Correct the costs and the savings by these steps."""
+        for step, num_steps, num_tokens in steps:
             self._num_unobserved += num_steps
             is_rare = step.is_plain or step.is_shadow
             is_due = is_rare or self.savings < ALLOWANCE or self._num_unobserved >= OBSERVED_EVERY
@@ -396,7 +413,7 @@ class AutoPolicy:
                 if num_steps:
                     self.acceptance.fade()
             else:
-                gained = num_steps * (step.num_tokens / step.num_requests - self._longer(step))
+                gained = num_steps * (num_tokens / step.num_requests - self._longer(step))
             self.savings = min(MOST_SAVED, max(0.0, self.savings + gained))
 
     def _longer(self, step: StepOutcome) -> float:
