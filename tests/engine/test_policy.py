@@ -19,6 +19,7 @@ from draftproof.engine.acceptance import (
 )
 from draftproof.engine.auto_policy import (
     ALLOWANCE,
+    EARNED,
     INCOME,
     MOST_NEW,
     MOST_SAVED,
@@ -115,6 +116,33 @@ def test_a_padded_step_of_several_requests_has_more_drafts_only_if_that_pays(
     its.costs.draft.set(num_requests, 1, 0.1)
     its.costs.draft.set(num_requests, 2, 1.1 * (1.75 / 1.5) / speedup - 1.0)
     assert chosen(its, {0: num_requests}) == {0: expected}
+
+
+@pytest.mark.parametrize(("savings", "goes_on"), [(EARNED, True), (EARNED - 1.0, False)])
+@pytest.mark.parametrize("speedup", [0.93, 0.99])
+def test_a_drafter_that_has_paid_is_not_dropped_for_little(
+    speedup: float, savings: float, goes_on: bool
+) -> None:
+    """It would miss the rows of a request without drafts, and have no more for it."""
+    its, one = policy(0.5, row=0.0, step=1.5 / speedup - 1.0, levels=(0, 1)), request(4)
+    its.savings = savings
+    assert (its.choose([one], 0) == [1]) == (goes_on and speedup > 0.95)
+
+
+def test_a_lookup_rests_as_soon_as_drafts_do_not_pay() -> None:
+    its = policy(0.5, row=0.0, step=1.5 / 0.99 - 1.0, levels=(0, 1))
+    its.savings, its.is_lookup = MOST_SAVED, True
+    assert its.choose([request(4)], 0) == [0]
+
+
+@pytest.mark.parametrize("is_lookup", [False, True])
+def test_steps_that_verify_drafts_and_make_none_tell_nothing_of_others(is_lookup: bool) -> None:
+    """A drafter with keys sees their rows, which takes time, and only then rests."""
+    its = policy(0.9)
+    its.is_lookup, its.savings, before = is_lookup, 0.0, its.costs.step(1, 9, 8)
+    its.finished(StepOutcome(1, 9, 0, 1, 0, 5.0))
+    its._settle()
+    assert (its.costs.step(1, 9, 8) == before) == (not is_lookup)
 
 
 def test_expensive_drafts_are_asked_for_sparingly() -> None:
@@ -269,6 +297,21 @@ def test_what_a_prompt_takes_is_paid_from_the_savings() -> None:
     assert its.savings == pytest.approx(ALLOWANCE + 1.0)
     its.prompted(20, 2.0 * plain)
     assert its.savings == ALLOWANCE, "the first drafts of the next request may still cost something"
+
+
+def test_a_prompt_need_not_save_so_much_once_acceptance_is_known() -> None:
+    its, one = policy(0.9, row=0.005, step=0.01), request(20, limit=40)
+    assert its.will_draft(one, 0)
+    choice, plain = its._ready.choice, its.costs.plain(1)
+    its.costs.prompt_row_seconds = (plain - choice.seconds / choice.tokens) / 2.0
+    assert not its.will_draft(one, 0), "20 tokens save twice what 20 rows take"
+    other, draws = request(4), random.Random(0)
+    for _ in range(200):
+        accepted = next((n for n in range(8) if draws.random() > 0.9), 8)
+        its.acceptance.count_given(other.records[0], 8, 8)
+        its.acceptance.count(other.records[0], 8, accepted)
+    its._ready = None
+    assert its.will_draft(one, 0)
 
 
 def test_what_a_prompt_must_save_is_told_by_steps_with_the_same_context() -> None:
@@ -853,6 +896,20 @@ def test_what_plain_steps_take_is_found_out_while_lookups_draft() -> None:
         its.finished(StepOutcome(1, 1 + k, k, 1 + (k > 0), 0, drafted if k else 1.0, 0.0))
         num_drafted.append(k > 0)
     assert num_drafted[0] and sum(num_drafted[-2000:]) < 200
+
+
+def test_requests_that_end_after_a_few_steps_are_probed_too() -> None:
+    """Choosing takes so long that a first choice would outlast a request of ten steps."""
+    its, num_plain = policy(0.9, row=0.01, step=0.001), 0
+    its.is_lookup, its.probes, its.savings = True, True, MOST_SAVED
+    for number in range(2 * FIRST_PROBED // 10):
+        one = request(4, number)
+        for _ in range(10):
+            its._choosing_seconds = 1e3
+            (k,) = its.choose([one], 0)
+            its.finished(StepOutcome(1, 1 + k, k, 1 + k, 0, 1.0))
+            num_plain += not k
+    assert 0 < num_plain <= PROBED_STEPS
 
 
 @pytest.mark.parametrize(("plain", "is_believed"), [(1.0, True), (2.0, False), (2.5, False)])

@@ -11,7 +11,7 @@ from typing import Any
 
 from draftproof.engine.acceptance import Acceptance, RequestClass
 from draftproof.engine.costs import StepCosts, StepOutcome
-from draftproof.engine.draft_choice import RISKED_ON_MANY, Chooser, DraftChoice
+from draftproof.engine.draft_choice import RISKED_ON_MANY, WORTH_GOING_ON, WORTH_IT, Chooser, DraftChoice
 from draftproof.engine.interface import RowPrice
 from draftproof.engine.kept_choice import (
     FIRST_KEPT,
@@ -35,6 +35,7 @@ ALLOWANCE = 2.0
 INCOME = 0.08
 MOST_SAVED = 30.0
 STAKE = 0.6
+EARNED = 10.0  # savings from which drafts are believed to pay
 # Only one in so many steps with drafts corrects the costs, unless savings are low. While a choice's reports may wait,
 # only one in so many is reported, and stands for all of them.
 OBSERVED_EVERY = 8
@@ -204,7 +205,9 @@ class AutoPolicy:
         classes = [self.acceptance.class_of(request.records[self.number]) for request in asked]
         length = sum(len(request.tokens) for request in asked) / len(asked)  # the others' is not known
         context = round(length * (len(asked) + num_others))
-        choice = self.chooser.best(Counter(classes), num_others, context, STAKE * self.savings)
+        has_paid = not self.is_lookup and self.savings >= EARNED
+        worth = WORTH_GOING_ON if has_paid else WORTH_IT
+        choice = self.chooser.best(Counter(classes), num_others, context, STAKE * self.savings, worth)
         is_first = not _ids(before).issuperset(map(id, asked))
         return self._kept_for(asked, num_others, classes, choice, is_first=is_first)
 
@@ -403,7 +406,7 @@ class AutoPolicy:
             self._num_unobserved += num_steps
             is_rare = step.is_plain or step.is_shadow
             is_due = is_rare or self.savings < ALLOWANCE or self._num_unobserved >= OBSERVED_EVERY
-            if is_due and step.is_typical:
+            if is_due and step.is_typical and (self.is_lookup or not step.is_last):
                 self._num_unobserved = 0
                 self.costs.observe(step)
             if step.is_shadow:

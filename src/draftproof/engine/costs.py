@@ -72,6 +72,12 @@ class StepOutcome(NamedTuple):
     is_typical: bool = True
 
     @property
+    def is_last(self) -> bool:
+        """Whether it verified drafts and made none. A drafter with keys sees its rows all the same, for which no other
+        step's time speaks."""
+        return not self.num_drafts and self.num_rows > self.num_requests
+
+    @property
     def is_plain(self) -> bool:
         """Whether it verified no drafts, and the drafter made none."""
         return not self.num_drafts and self.num_rows == self.num_requests

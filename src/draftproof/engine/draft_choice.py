@@ -16,6 +16,9 @@ from draftproof.engine.costs import StepCosts
 
 # Least predicted speed-up for which drafts are made: predictions are off by a few per cent.
 WORTH_IT = 1.03
+# Least speed-up at which a drafter whose drafts have paid goes on, if it would miss rows else and could make no more: a
+# few rounds tell little of a request, and the first the least.
+WORTH_GOING_ON = 0.95
 # Least gain for which a padded step of several requests has more drafts: with more drafts requests end at more
 # different times, and those that are left at the end are few. Example: 64 requests, drafts that are right at 0.6. Three
 # drafts gain 4 % over one in steps of all requests, and lose 2 % until the last has ended.
@@ -121,10 +124,12 @@ class Chooser:
         num_others: int = 0,
         context: int = 0,
         stake: float = float("inf"),
+        worth: float = WORTH_IT,
     ) -> DraftChoice:
         """The best choice for the `counts` of requests of each class and `num_others` that cannot draft. A step with
         the fewest drafts may risk at most `stake` plain steps, with more drafts a smaller part of that. What it risks
-        is its longer time, less the tokens that counts so far vouch for. `context`: tokens of all requests."""
+        is its longer time, less the tokens that counts so far vouch for. `context`: tokens of all requests; `worth`:
+        least speed-up."""
         num_requests = sum(counts.values()) + num_others
         plain = DraftChoice({}, num_requests, self.costs.plain(num_requests, context), num_requests)
         if not stake:  # whatever counts vouch for, drafts have not paid
@@ -134,7 +139,7 @@ class Chooser:
 
         def search(limits: tuple[float, float]) -> DraftChoice:
             found = best_of(counts, num_requests, context, limits)
-            if found is None or found.speed <= WORTH_IT * plain.speed:
+            if found is None or found.speed <= worth * plain.speed:
                 return plain
             worst = found.seconds / plain.seconds - 1.0
             return found._replace(worst=worst, risk=max(0.0, worst))
