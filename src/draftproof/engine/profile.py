@@ -37,7 +37,7 @@ CONTEXT_REQUESTS = (4, 16, 64)  # numbers of requests that are also measured wit
 PROMPT_ROWS, PROMPT_RUNS = 64, 2
 NUM_LARGEST = 2  # largest sizes that are measured again
 MOST_SPREAD = 1.3  # with a larger `StepCosts.spread` other programs have disturbed the profile
-VERSION = 11  # of what is measured: profiles of other versions are not used
+VERSION = 12  # of what is measured: profiles of other versions are not used
 LEVELS = (1, 2, 3, 5, 8, 12, 16, 24, 32, 48, 64)
 CAPTURED_LEVELS = (1, 3, 5, 8, 16, 32, 64)  # fewer, since each is a graph for every number of requests
 
