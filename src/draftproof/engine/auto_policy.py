@@ -333,7 +333,7 @@ class AutoPolicy:
             choice = self._make_ready(num_requests)
         if not choice.num_drafts:
             return False
-        plain = choice.seconds / (1.0 + choice.worst)
+        plain = choice.plain_seconds
         num_tokens = min(MOST_TOKENS, request.spec.limit - len(request.tokens))
         saved = num_tokens * (plain / num_requests - choice.seconds / choice.tokens)
         shown = len(request.tokens) * self.costs.prompt_row_seconds

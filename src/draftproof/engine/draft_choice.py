@@ -45,6 +45,11 @@ class DraftChoice(NamedTuple):
     def speed(self) -> float:
         return self.balanced / self.seconds
 
+    @property
+    def plain_seconds(self) -> float:
+        """Seconds of the plain step that it was compared with."""
+        return self.seconds / (1.0 + self.worst)
+
 
 class Part(NamedTuple):
     """A request's drafts between one level and the next. `num_rows`, `num_tokens`: expected number of such drafts, and

@@ -32,7 +32,7 @@ class Probes:
 
     def start(self, choice: DraftChoice, num_requests: int) -> None:
         """A probe is made instead of this choice, which has drafts: the next is due later."""
-        plain = choice.seconds / (1.0 + choice.worst)
+        plain = choice.plain_seconds
         lost = choice.speed * plain / num_requests - 1.0  # plain steps that each step loses
         if self.is_seen:
             lost += self.costs.draft.at(num_requests, self.costs.levels[1]) / plain
