@@ -136,3 +136,37 @@ def test_more_rounds_but_fewer_steps_are_remembered_of_requests_that_decode_toge
     alone = shares[1, 400]
     assert shares[64, 400] > 2 * alone, "as many rounds: less noise"
     assert shares[64, 400 * 64] < alone, "as many steps: sooner forgotten"
+
+
+def test_late_drafts_of_good_requests_do_not_make_those_of_all_seem_likely() -> None:
+    """Half of the requests accept each draft at 0.9, half at 0.5. Only the good ones are asked for more than one, as
+    soon as they are known, so the second draft of all that had one was right at nearly 0.9."""
+    rng, acceptance = random.Random(0), Acceptance(2, prior_weight=1.0)
+    counted = [0.0, 0.0]
+    for number in range(200):
+        rate, record = (0.9, 0.5)[number % 2], AcceptanceRecord()
+        for _ in range(30):
+            asked = 2 if acceptance.class_of(record).odds > 0 else 1
+            found = 0
+            while found < asked and rng.random() < rate:
+                found += 1
+            acceptance.count_given(record, asked, asked)
+            acceptance.count(record, asked, found)
+            if asked == 2 and found:
+                counted[found - 1] += 1
+    assert counted[1] / sum(counted) > 0.82
+    first, second = acceptance.accepted.estimates
+    assert first == pytest.approx(0.7, abs=0.06) and second < 0.8
+
+
+def test_all_requests_are_better_than_expected_if_their_first_drafts_are() -> None:
+    acceptance = Acceptance(2, expected=0.6)
+    for _ in range(8):
+        record = AcceptanceRecord()
+        for _ in range(5):
+            acceptance.class_of(record)
+            acceptance.count_given(record, 2, 2)
+            acceptance.count(record, 2, 2)
+    assert acceptance.accepted.estimates[0] == pytest.approx(
+        (0.6 * POOL_WEIGHT + 40) / (POOL_WEIGHT + 40), abs=0.01
+    )

@@ -58,8 +58,8 @@ def test_a_model_does_not_draft_for_a_request_whose_rows_it_missed() -> None:
 def test_what_is_told_goes_to_those_it_tells_of() -> None:
     its, one = parted(), request(4)
     its.proposed(one, 8, 0, is_model=False)
-    its.proposed(one, 4, 4, is_model=True)
-    its.verified(one, 4, 1)
+    its.proposed(one, 4, 3, is_model=True)
+    its.verified(one, 3, 1)
     assert [record.asked for record in one.records] == [1.0, 1.0]
     assert [record.given for record in one.records] == [0.0, 1.0]
     its.compared(one, Comparison(8, 3, 0, 3, False))

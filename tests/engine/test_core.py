@@ -732,6 +732,44 @@ def test_the_time_that_a_policy_takes_to_choose_is_not_a_step_s(monkeypatch: pyt
     assert heard and now[0] > 1.0 and all(step.seconds == 0.0 for step in heard)
 
 
+@pytest.mark.parametrize("between, seconds", [(0.0, 2.0), (1.0, 3.0), (9.0, 4.0)])
+def test_what_the_caller_does_between_steps_is_part_of_their_time(
+    between: float, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a fake clock on which a step takes two seconds: at most as much again."""
+    heard: list[StepOutcome] = []
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    runner = FakeRunner(3)
+    engine = core(runner)
+
+    def pass_time(step: StepInput) -> None:
+        now[0] += 2.0
+
+    runner.before = pass_time
+    engine.policy = Chosen(lambda num_outputs: 3)
+    engine.policy.finished = heard.append  # type: ignore[method-assign]
+    engine.add_request("a", spec(40, 12))
+    while engine.has_work:
+        engine.step()
+        now[0] += between
+    assert heard and all(step.seconds == step.host_seconds == seconds for step in heard)
+
+
+@pytest.mark.parametrize("has_kv", [True, False])
+def test_the_policy_hears_what_prompts_take_a_drafter_that_must_see_them(
+    has_kv: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[int] = []
+    monkeypatch.setattr(FakeRunner, "drafter_has_kv", has_kv)
+    engine = core(FakeRunner(3))
+    engine.policy = Chosen(lambda num_outputs: 3)
+    engine.policy.prompted = lambda num_rows, draft_seconds: heard.append(num_rows)  # type: ignore[method-assign]
+    engine.add_request("a", spec(40, 12))
+    finish(engine)
+    assert sum(heard) == (40 if has_kv else 0)
+
+
 def test_where_steps_overlap_their_time_is_an_average_of_steps_of_one_size() -> None:
     run = StepRun()
     two, more = ([ScheduledRequest(slot, 9, num_rows, num_rows, 3) for slot in (0, 1)] for num_rows in (4, 5))

@@ -27,7 +27,7 @@ OWN_MEMORY = 0.95  # weight that a request's past keeps with each of its rounds
 MOST_WEIGHT = 1e6  # weight of a new round, relative to the first, at which weights are rescaled
 POOL_WEIGHT = 4.0  # weight of a prior, in trials
 MODEL_WEIGHT = 10.0  # see `acceptance_of`
-OWN_WEIGHT = 6.0
+OWN_WEIGHT = 9.0
 # Weight that the past keeps with each step without drafts: estimates return to the prior, so drafting is tried again.
 POOL_FADING = 0.98
 OWN_FADING = 0.98
@@ -59,10 +59,16 @@ def _rarity(share: float) -> int:
     return min(MOST_RARE, round(-math.log(share) / math.log(RARITY_STEP)))
 
 
+def _raised(chance: float, ratio: float) -> float:
+    """The chance with odds that are so many times as high. Example: 0.5 at twice the odds: 2/3."""
+    return ratio * chance / (1.0 - chance + ratio * chance)
+
+
 @dataclass(slots=True)
 class AcceptanceRecord:
     """One request's recent rounds, weighted: hits and misses, how many of each the pool's estimates predicted, and how
-    often the drafter was `asked` for drafts and had some (`given`). `last_asked`, `last_given`: the last time."""
+    often the drafter was `asked` for drafts and had some (`given`). `last_asked`, `last_given`: the last time. `ratio`:
+    the request's odds of acceptance relative to the pool's, as last estimated."""
 
     hits: float = 0.0
     misses: float = 0.0
@@ -72,6 +78,7 @@ class AcceptanceRecord:
     given: float = 0.0
     last_asked: int = 0
     last_given: int = 0
+    ratio: float = 1.0
 
     def odds(self) -> int:
         """The request's odds of acceptance relative to the pool's, as an exponent of `ODDS_STEP`."""
@@ -141,18 +148,23 @@ class Chances:
         for position, (hits, trials) in enumerate(zip(self._hits, self._trials, strict=True)):
             if position < self.num_alike:
                 chance = first
-            chance = (hits + prior * chance) / (trials + prior)
+            chance = (min(max(hits, 0.0), trials) + prior * chance) / (trials + prior)
             found.append(chance)
         return found
 
-    def count(self, num_hits: int, num_tried: int, first: int = 0) -> None:
+    def count(self, num_hits: int, num_tried: int, first: int = 0, ratio: float = 1.0) -> None:
         """Count a round: the first `num_hits` events happened, and the next did not, unless no more were tried. Events
-        before `first` are counted already."""
+        before `first` are counted already. `ratio`: how much higher the odds are for this request: but for the first,
+        what happened counts for less by as much as that raises its chance. Late events are tried mostly where they are
+        likely, and would else seem likely for all."""
         weight = self._weight
         for position in range(first, min(num_hits + 1, num_tried, self.num)):
             self._trials[position] += weight
             if position < num_hits:
                 self._hits[position] += weight
+            if position and ratio != 1.0:
+                chance = self.last[position]
+                self._hits[position] -= weight * (_raised(chance, ratio) - chance)
         self._is_stale = True
 
     def forget(self, left: float) -> None:
@@ -214,7 +226,9 @@ class Acceptance:
     def class_of(self, record: AcceptanceRecord) -> RequestClass:
         """The class of a request."""
         share = (record.given + OWN_WEIGHT * self.share) / (record.asked + OWN_WEIGHT)
-        return RequestClass(record.odds(), _rarity(share))
+        odds = record.odds()
+        record.ratio = ODDS_STEP**odds
+        return RequestClass(odds, _rarity(share))
 
     def survival(self, odds: int = 0) -> list[float]:
         """The chance that there is a draft 1, 2, ... and survives, in a round with drafts of a request with these
@@ -231,7 +245,7 @@ class Acceptance:
     def _survival(self, chances: Sequence[float], odds: int) -> list[float]:
         found, alive, ratio = [], 1.0, ODDS_STEP**odds
         for chance, follows in zip(chances, self.followed.estimates, strict=True):
-            alive *= ratio * chance / (1.0 - chance + ratio * chance)
+            alive *= _raised(chance, ratio)
             found.append(alive)
             alive *= follows
         return found
@@ -259,7 +273,7 @@ class Acceptance:
             # at all positions, not only those that were reached: counts of late positions must age as well
             self.accepted.forget(self._kept)
             self.followed.forget(self._kept)
-        self.accepted.count(num_hits, num_tried, first)
+        self.accepted.count(num_hits, num_tried, first, record.ratio)
         self._count_followed(found)
         self._survivals.clear()
 

@@ -36,8 +36,8 @@ INCOME = 0.08
 MOST_SAVED = 30.0
 STAKE = 0.6
 EARNED = 10.0  # savings from which drafts are believed to pay
-# Only one in so many steps with drafts corrects the costs, unless savings are low. While a choice's reports may wait,
-# only one in so many is reported, and stands for all of them.
+# Only one in so many steps with drafts corrects the costs, unless savings are low, and fewer where choices are kept
+# longer. While a choice's reports may wait, only one in so many is reported, and stands for all of them.
 OBSERVED_EVERY = 8
 CHOOSING_SHARE = 0.01
 # Where the drafter ends proposals itself, the number of drafts is but a limit, and a good one lasts longer.
@@ -51,10 +51,10 @@ SHADOWS_EVERY = 7
 # Part of a pass's length that counts in `RowPrice` where drafts are copied: a token that is not drafted is not lost,
 # and where text repeats the next pass gets it about as cheaply.
 PATIENCE = 0.75
-MOST_WAITING = 256  # reports that wait to be taken in, at most: nothing is chosen while no request can draft
+MOST_WAITING = 512  # reports that wait to be taken in, at most: nothing is chosen while no request can draft
 MOST_STEPS = 16  # the same for steps: while no request can draft they come in, too
 MOST_TAKEN = 256  # reports taken in after which the choice for new requests is made again
-# The same for lookups, with those that wait: there it is the choice that was made for earlier requests. It counts
+# The same for lookups, with those that wait: there it is the choice that was made for earlier requests. Either counts
 # for at most as many as it was made by: the first choices are soon made again.
 MOST_NEW = 128
 # Least gain for which a drafter is shown a prompt, over what that takes: if the savings allow it or acceptance is well
@@ -87,6 +87,7 @@ class AutoPolicy:
     _length: float = 0.0  # mean tokens of a request in the last step
     _kept: Kept | None = None
     _ready: ReadyChoice | None = None
+    _gives_less: bool = False  # whether the drafter had fewer drafts than it was asked for, at any time
     _num_taken: int = 0  # reports and steps that were taken in
     _num_unobserved: int = 0  # steps since one has corrected the costs
     _until_shadows: int = 0  # steps until requests without drafts have shadow drafts, too
@@ -137,17 +138,43 @@ class AutoPolicy:
         if not asked:
             return []
         kept = self._kept
-        if kept is None or kept.is_over or not kept.is_for(asked, num_others):
+        if kept is None or not kept.is_for(asked, num_others) or (kept.is_over and not self._goes_on(kept)):
             kept = self._kept = self._next(asked, num_others, before=kept)
         kept.count_step()
         self._num_chosen += 1
         return kept.num_drafts
+
+    def _goes_on(self, kept: Kept) -> bool:
+        """Whether a choice whose time is over is kept for as long again: where making one takes notable time, if its
+        drafts were accepted about as often as expected, and the savings allow it."""
+        if kept.longer == 1 or not kept.may_wait or len(self._reports) >= MOST_WAITING or not kept.is_usual:
+            return False
+        if self._affordable(kept.choice) < kept.longer:
+            return False
+        if self._should_probe(kept.choice, len(kept.asked), kept.num_others):
+            return False
+        kept.go_on()
+        return True
+
+    def _passes_on(self, kept: Kept, asked: Sequence[Progress], ready: DraftChoice) -> bool:
+        """Whether the choice that was kept for new requests, of which this is what they get, is kept for these ones."""
+        is_same = kept.choice is ready and len(kept.asked) == len(asked) and not kept.is_over
+        if not is_same or self._affordable(ready) < kept.longer:
+            return False
+        return not self._should_probe(ready, len(asked), 0)
+
+    def _affordable(self, choice: DraftChoice) -> float:
+        """For how many times `ROUNDS_KEPT` steps the savings last if no draft is accepted."""
+        return (self.savings - ALLOWANCE) / max(ROUNDS_KEPT * choice.worst, 1e-9)
 
     def _next(self, asked: list[Progress], num_others: int, before: Kept | None) -> Kept:
         """The choice to keep from now on, instead of the one `before`."""
         is_new = not num_others and self._are_new(asked, before)
         if is_new:
             ready = self._made_ready(len(asked))
+            if ready is not None and before is not None and self._passes_on(before, asked, ready):
+                before.pass_on(asked)
+                return before
             if ready is not None:  # reports wait for the next choice, which is made while a step runs
                 self._settle_steps()
                 self._let_go()
@@ -164,8 +191,8 @@ class AutoPolicy:
         if self.is_lookup:  # nobody asks in advance whether a lookup will draft
             if is_new:
                 self._ready = ReadyChoice(len(asked), kept.choice, self._num_taken)
-        elif before is not None and before.is_first and not kept.is_first and self._ready:
-            self._make_ready(self._ready.num_requests)
+        elif before is not None and before.is_first and not kept.is_first:
+            self._renew_ready()
         return kept
 
     def _should_probe(self, choice: DraftChoice, num_asked: int, num_others: int) -> bool:
@@ -186,10 +213,17 @@ class AutoPolicy:
             self.acceptance.unknown
         }  # for such requests as are now expected
         is_safe = choice.risk <= STAKE * RISKED_ON_MANY * self.savings
-        is_fresh = num_new <= MOST_TAKEN
+        most_new = MOST_TAKEN
         if self.is_lookup:
-            is_fresh = num_new + num_waiting <= min(MOST_NEW, ready.num_taken)
+            num_new += num_waiting
+            most_new = MOST_NEW
+        is_fresh = num_new <= min(most_new, ready.num_taken)
         return choice if is_expected and is_safe and is_fresh else None
+
+    def _renew_ready(self) -> None:
+        """Make the choice for new requests again, if it no longer holds."""
+        if self._ready is not None and self._made_ready(self._ready.num_requests) is None:
+            self._make_ready(self._ready.num_requests)
 
     def _make_ready(self, num_requests: int) -> DraftChoice:
         counts = {self.acceptance.unknown: num_requests}
@@ -230,7 +264,7 @@ class AutoPolicy:
         longer = max(1, min(round(enough / 2), FIRST_KEPT) if is_first else min(round(enough), MOST_KEPT))
         may_wait = False
         if choice.num_drafts:
-            affordable = (self.savings - ALLOWANCE) / max(num_steps * choice.worst, 1e-9)
+            affordable = self._affordable(choice)
             may_wait = affordable >= 1.0
             longer = min(longer, int(affordable)) if may_wait else longer
             if is_first and self._should_probe(choice, len(asked), num_others):
@@ -238,7 +272,11 @@ class AutoPolicy:
         # where steps are captured the time of a choice hardly counts, and another number of requests has other levels
         fewest = len(asked) * (1.0 if self.costs.is_padded else LEAST_LEFT)
         num_made = len(asked) + num_others
-        return Kept(asked, num_others, num_drafts, choice, is_first, longer, may_wait, num_made, fewest)
+        kept = Kept(asked, num_others, num_drafts, choice, is_first, longer, may_wait, num_made, fewest)
+        if not self.is_lookup:  # steps have as many drafts as were asked for, and what they take is known
+            size = num_made, num_made + sum(num_drafts), max(num_drafts)
+            kept.longer_by_size[size] = 1.0 + choice.worst
+        return kept
 
     def _report(self, take: Callable[..., None], *given: Any) -> None:
         """Note what `take(*given)` takes in before the next choice."""
@@ -348,14 +386,23 @@ class AutoPolicy:
         unknown = self.acceptance.unknown
         choice = self.chooser.best({unknown: num_requests}, context=context)
         plain = num_requests / self.costs.plain(num_requests, context)
-        return Prediction(num_requests, choice.num_drafts.get(unknown, 0), choice.speed / plain)
+        speedup = choice.tokens / choice.seconds / plain
+        return Prediction(num_requests, choice.num_drafts.get(unknown, 0), speedup)
 
     def proposed(self, request: Progress, num_asked: int, num_drafts: int, *, is_model: bool = True) -> None:
-        self._report(self.acceptance.count_given, request.records[self.number], num_asked, num_drafts)
+        record = request.records[self.number]
+        self._gives_less |= num_drafts < num_asked
+        if self._gives_less:
+            self._report(self.acceptance.count_given, record, num_asked, num_drafts)
+        else:  # there is nothing to learn
+            record.last_asked, record.last_given = num_asked, num_drafts
 
     def verified(self, request: Progress, num_drafted: int, num_accepted: int) -> None:
         self._num_rounds += 1
         self._num_accepted += num_accepted
+        if self._kept is not None:
+            self._kept.num_rounds += 1
+            self._kept.num_accepted += num_accepted
         self._report(self.acceptance.count, request.records[self.number], num_drafted, num_accepted)
 
     def compared(self, request: Progress, found: Comparison) -> None:
@@ -364,8 +411,7 @@ class AutoPolicy:
     def prompted(self, num_rows: int, draft_seconds: float) -> None:
         self.costs.observe_prompt(num_rows, draft_seconds)
         if self._ready is not None:  # made for as many requests as will soon decode together
-            num_requests = self._ready.num_requests
-            price = draft_seconds / self.costs.plain(num_requests, self._context(num_requests))
+            price = draft_seconds / self._ready.choice.plain_seconds
             self.savings = max(min(self.savings, ALLOWANCE), self.savings - price)
 
     def finished(self, step: StepOutcome) -> None:
@@ -402,10 +448,11 @@ class AutoPolicy:
 
     def _take_steps(self, steps: Sequence[tuple[StepOutcome, int, float]]) -> None:
         """Correct the costs and the savings by these steps."""
+        every = OBSERVED_EVERY * (self._kept.longer if self._kept is not None else 1)
         for step, num_steps, num_tokens in steps:
             self._num_unobserved += num_steps
             is_rare = step.is_plain or step.is_shadow
-            is_due = is_rare or self.savings < ALLOWANCE or self._num_unobserved >= OBSERVED_EVERY
+            is_due = is_rare or self.savings < ALLOWANCE or self._num_unobserved >= every
             if is_due and step.is_typical and (self.is_lookup or not step.is_last):
                 self._num_unobserved = 0
                 self.costs.observe(step)

@@ -228,8 +228,7 @@ class Drafting:
         reported; the first steps after them are not typical. `num_steps`: steps so far.
 
         Where steps overlap, a step's time is the average of those like it since the last report (`StepRun`); a step
-        launched on an idle device is left out. Without overlap it is the time since planning began, less what the
-        policy took to choose: it chooses once in a few steps, and may be told of just those.
+        launched on an idle device is left out. Without overlap see `_alone`.
         """
         now, before = time.perf_counter(), self._last_result
         self._last_result = now
@@ -252,7 +251,7 @@ class Drafting:
         if flight.has_prompts:
             self._prompted(flight)
             return
-        seconds = self._run.taken(now) if is_ahead else now - flight.start - self._choosing_seconds
+        seconds = self._run.taken(now) if is_ahead else self._alone(flight.start, now, before)
         pending = flight.pending
         passes = seconds if is_ahead else pending.target_seconds + pending.draft_seconds
         # not a chain's, which depends on which member drafts, nor where a lookup waits for the device
@@ -261,6 +260,14 @@ class Drafting:
         if policy.is_probing:
             seconds -= pending.draft_seconds
         policy.finished(flight.outcome(results, seconds, host_seconds, draft_seconds, is_typical=is_typical))
+
+    def _alone(self, start: float, now: float, before: float) -> float:
+        """Seconds of a step that overlaps with none, planned from `start` on, when the result before was taken in at
+        `before`: with what the caller did between the two, which with fewer steps is done less often, but at most as
+        long as the step itself; without what the policy took to choose: it chooses once in a few steps, and may be told
+        of just those."""
+        own = now - start
+        return own - self._choosing_seconds + min(max(0.0, start - before), own)
 
     def _count(self, has_prompts: bool) -> bool:
         """Count a finished step. Returns whether its time says how long such steps take."""
@@ -272,7 +279,7 @@ class Drafting:
 
     def _prompted(self, flight: InFlightStep) -> None:
         """Report the drafter's time for a step with prompts, where the host's clock measures it."""
-        if not self._runner.async_depth and not flight.without_drafter:
+        if self._has_kv and not self._runner.async_depth and not flight.without_drafter:
             num_rows = sum(s.num_rows for s in flight.scheduled)
             self.policy.prompted(num_rows, flight.pending.draft_seconds)
 

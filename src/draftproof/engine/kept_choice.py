@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ ROUNDS_KEPT, TOLD_KEPT = 8, 3
 PLAIN_EVERY = 8
 MOST_KEPT, FIRST_KEPT = 8, 2
 LEAST_LEFT = 0.5  # share of the requests that a choice was made for, with which it is still kept
+USUAL = 2.0  # standard deviations from what is expected of a choice, with which it is kept longer
 
 
 @dataclass(slots=True)
@@ -44,6 +46,31 @@ class Kept:
     num_steps: int = 0
     num_told: int = 0  # steps reported by `finished`
     is_over: bool = False
+    num_rounds: int = 0  # verified ones of its requests
+    num_accepted: int = 0  # drafts in those
+    _num_more: int = 0  # steps for which it is kept besides
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether its request, if it is alone, had about as many drafts accepted as was expected. A round's number
+        varies about as if all were equally likely. Example: 1.4 of three drafts expected, and 16 rounds: from 0.8 to
+        2.0."""
+        if len(self.asked) + self.num_others > 1 or not self.num_rounds:
+            return False
+        most = self.num_drafts[0]
+        deviation = math.sqrt(most * (most + 2) / 12 / self.num_rounds)
+        return abs(self.num_accepted / self.num_rounds - (self.choice.tokens - 1.0)) <= USUAL * deviation
+
+    def pass_on(self, asked: list[Progress]) -> None:
+        """Be kept for these requests, as long as for the first, instead of ones that have ended."""
+        self.asked, self.price = asked, None
+        self.num_rounds = self.num_accepted = 0
+        self._num_more = self.num_steps
+
+    def go_on(self) -> None:
+        """Be kept for as long again."""
+        self._num_more += ROUNDS_KEPT * self.longer
+        self.is_over = False
 
     def is_for(self, asked: list[Progress], num_others: int) -> bool:
         """Whether these are its requests, or most of those that it was made for: the others have ended since. Compares
@@ -67,7 +94,7 @@ class Kept:
         self.num_steps += 1
         if self.is_probe:
             self.is_over = self.num_steps >= 2 * PROBED_STEPS  # with prompts beside them steps are not told
-        elif self.choice.num_drafts and self.num_steps >= ROUNDS_KEPT * self.longer:
+        elif self.choice.num_drafts and self.num_steps >= ROUNDS_KEPT * self.longer + self._num_more:
             self.is_over = True
 
     def count_told(self, stake: float) -> None:
