@@ -9,7 +9,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, pairwise
 
 import torch
 from torch import Tensor
@@ -142,34 +142,64 @@ class ChainDrafter(Drafter):
             drafter.release(slot)
 
     def propose(self, verified: Verified, num_drafts: int) -> Proposal:
-        tokens_RK = verified.next_R.new_zeros((verified.num_requests, num_drafts))
-        count_R = torch.zeros_like(verified.k_R)
-        drafter_R = torch.zeros_like(count_R)
-        broken_R = torch.zeros_like(count_R)
-        slots = verified.slots_R.tolist() if self._host_looks else []
-        if slots:
-            self._look_back(verified, slots)
+        return (
+            self._on_host(verified, num_drafts) if self._host_looks else self._on_device(verified, num_drafts)
+        )
+
+    def _on_host(self, verified: Verified, num_drafts: int) -> Proposal:
+        """`propose` where the host reads what members propose. In lists: for few requests, an operation on tensors
+        takes as long as a layer of a small model."""
+        slots, wanted = verified.slots_R.tolist(), verified.k_R.tolist()
+        self._look_back(verified, slots)
+        proposals: list[list[int]] = [[] for _ in slots]
+        drafters, broken = [0] * len(slots), [0] * len(slots)
         held = [0.0] * len(slots)  # expected acceptance of each request's proposal so far
-        free_R = verified.k_R  # 0 once a request has a proposal; used if the host does not read
         for number, (drafter, most) in enumerate(zip(self._drafters, self._most, strict=True)):
             if number in self._models and self._most_of_models is not None:
                 if not self._are_shown or not any(map(drafter.drafts_for, slots)):
                     drafter.pass_over()
                     continue
                 most = min(most, self._most_of_models)
-            if slots:
-                better = [self._is_better(number, s, h) for s, h in zip(slots, held, strict=True)]
-                open_R = verified.k_R * torch.tensor(better, device=count_R.device)
-            elif self._may_SM is not None:
-                open_R = free_R * self._may_SM[verified.slots_R, number]
-            else:
-                open_R = free_R
-            k_R = open_R.clamp(max=most) * drafter.able(verified.slots_R)
+            asked = [
+                min(k, most) if drafter.drafts_for(slot) and self._is_better(number, slot, least) else 0
+                for k, slot, least in zip(wanted, slots, held, strict=True)
+            ]
             # a member without open requests still ingests the rows, but does not draft
-            num = 0 if slots and not bool(k_R.any()) else min(num_drafts, most)
+            num = min(num_drafts, most) if any(asked) else 0
+            k_R = torch.tensor(asked, device=verified.k_R.device)
             taps = self._taps_for(drafter.spec.taps, verified.taps)
             proposal = drafter.propose(dataclasses.replace(verified, k_R=k_R, taps=taps), num)
-            drafts_RK = proposal.tokens_RK[:, :num]
+            counts, drafts = proposal.count_R.tolist(), proposal.tokens_RK[:, :num].tolist()
+            for index, (k, count, ids) in enumerate(zip(asked, counts, drafts, strict=True)):
+                given = ids[: max(0, min(k, count))]
+                good = given[: self._num_good(given)]
+                broken[index] |= (len(good) < len(given)) << number
+                if good:
+                    proposals[index], drafters[index] = good, number
+                    self._proposed_by[slots[index]] = number
+                    held[index] = self.records[number].expected(slots[index])
+        padded = [[*ids, *([0] * (num_drafts - len(ids)))] for ids in proposals]
+        each = torch.tensor([list(map(len, proposals)), drafters, broken], device=verified.k_R.device)
+        tokens_RK = torch.tensor(padded, dtype=torch.int64, device=verified.k_R.device)
+        return Proposal(tokens_RK.view(len(slots), num_drafts), *each.unbind())
+
+    def _on_device(self, verified: Verified, num_drafts: int) -> Proposal:
+        """`propose` without waiting for the device: the first member with a proposal wins."""
+        tokens_RK = verified.next_R.new_zeros((verified.num_requests, num_drafts))
+        count_R = torch.zeros_like(verified.k_R)
+        drafter_R = torch.zeros_like(count_R)
+        broken_R = torch.zeros_like(count_R)
+        free_R = verified.k_R  # 0 once a request has a proposal
+        for number, (drafter, most) in enumerate(zip(self._drafters, self._most, strict=True)):
+            open_R = free_R
+            if self._may_SM is not None:
+                open_R = free_R * self._may_SM[verified.slots_R, number]
+            k_R = open_R.clamp(max=most) * drafter.able(verified.slots_R)
+            taps = self._taps_for(drafter.spec.taps, verified.taps)
+            proposal = drafter.propose(
+                dataclasses.replace(verified, k_R=k_R, taps=taps), min(num_drafts, most)
+            )
+            drafts_RK = proposal.tokens_RK[:, : min(num_drafts, most)]
             given_R, is_broken_R = self._cut(drafts_RK, torch.minimum(proposal.count_R, k_R))
             broken_R += is_broken_R.long() << number
             take_R = given_R > 0
@@ -177,11 +207,12 @@ class ChainDrafter(Drafter):
             tokens_RK[:, :width] = torch.where(take_R[:, None], drafts_RK, tokens_RK[:, :width])
             count_R = torch.where(take_R, given_R, count_R)
             drafter_R = drafter_R.masked_fill(take_R, number)
-            if slots:
-                self._hold(number, slots, take_R.tolist(), held)
-            else:
-                free_R = free_R.masked_fill(take_R, 0)
+            free_R = free_R.masked_fill(take_R, 0)
         return Proposal(tokens_RK, count_R, drafter_R, broken_R)
+
+    def _num_good(self, ids: Sequence[int]) -> int:
+        """Number of drafts before the first id outside the vocabulary."""
+        return next((i for i, its in enumerate(ids) if not 0 <= its < self._vocab_size), len(ids))
 
     def _cut(self, drafts_RK: Tensor, count_R: Tensor) -> tuple[Tensor, Tensor]:
         """(number of drafts before the first id outside the vocabulary, whether there is such an id)."""
@@ -200,17 +231,13 @@ class ChainDrafter(Drafter):
     def _look_back(self, verified: Verified, slots: Sequence[int]) -> None:
         """Count the acceptance of the last round's proposals: live rows after the first are accepted drafts. A request
         with one row had its drafts dropped for lack of space, so it is not counted."""
-        rows_R = verified.query_start_loc_R1.diff()
-        for slot, live, rows in zip(slots, verified.live_R.tolist(), rows_R.tolist(), strict=True):
+        if not self._proposed_by:
+            return
+        starts = verified.query_start_loc_R1.tolist()
+        for slot, live, rows in zip(slots, verified.live_R.tolist(), pairwise(starts), strict=True):
             number = self._proposed_by.pop(slot, None)
-            if number is not None and live > 0 and rows > 1:
+            if number is not None and live > 0 and rows[1] - rows[0] > 1:
                 self.records[number].count(slot, live - 1)
-
-    def _hold(self, number: int, slots: Sequence[int], taken: Sequence[bool], held: list[float]) -> None:
-        for index, (slot, is_taken) in enumerate(zip(slots, taken, strict=True)):
-            if is_taken:
-                self._proposed_by[slot] = number
-                held[index] = self.records[number].expected(slot)
 
     def cost(self, size: RoundSize) -> Cost | None:
         """Lower bound: if the host reads, the first member may draft for all requests and the others for none."""
