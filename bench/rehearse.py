@@ -239,7 +239,9 @@ class Turn:
         asked = [request for request in self.running if not request.has_hole]
         num_others = len(self.running) - len(asked)
         chosen = self._policy.choose([request.progress for request in asked], num_others)
-        compared = self._policy.shadows(chosen, num_others) if asked and self._compares else [0] * len(asked)
+        compared: Sequence[int] = [0] * len(asked)
+        if asked and self._compares:
+            compared = self._policy.shadows(chosen, num_others) or compared
         most = max((*chosen, *compared), default=0)
         price = self._policy.price() if self._is_copied else RowPrice()
         is_plain = not most and not any(request.num_drafts for request in self.running)

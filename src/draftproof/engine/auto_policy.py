@@ -39,9 +39,9 @@ EARNED = 10.0  # savings from which drafts are believed to pay
 # Only one in so many steps with drafts corrects the costs, unless savings are low, and fewer where choices are kept
 # longer. While a choice's reports may wait, only one in so many is reported, and stands for all of them.
 OBSERVED_EVERY = 8
-CHOOSING_SHARE = 0.01
+CHOOSING_SHARE = 0.005
 # Where the drafter ends proposals itself, the number of drafts is but a limit, and a good one lasts longer.
-CHOOSING_SHARE_IF_CUT = 0.0025
+CHOOSING_SHARE_IF_CUT = 0.001
 # Share of the time that making drafts may take while none are verified; less than one step in `PLAIN_EVERY` makes them.
 SHADOW_SHARE = 0.01
 MOST_SHADOWS = 8  # requests of a step whose drafts are compared
@@ -50,7 +50,7 @@ MOST_SHADOWS = 8  # requests of a step whose drafts are compared
 SHADOWS_EVERY = 7
 # Part of a pass's length that counts in `RowPrice` where drafts are copied: a token that is not drafted is not lost,
 # and where text repeats the next pass gets it about as cheaply.
-PATIENCE = 0.75
+PATIENCE = 0.5
 MOST_WAITING = 512  # reports that wait to be taken in, at most: nothing is chosen while no request can draft
 MOST_STEPS = 16  # the same for steps: while no request can draft they come in, too
 MOST_TAKEN = 256  # reports taken in after which the choice for new requests is made again
@@ -261,16 +261,19 @@ class AutoPolicy:
         num_steps = ROUNDS_KEPT if choice.num_drafts else TOLD_KEPT * PLAIN_EVERY
         share = CHOOSING_SHARE_IF_CUT if self.is_cut else CHOOSING_SHARE
         enough = self._choosing_seconds / (share * choice.seconds) / num_steps
-        longer = max(1, min(round(enough / 2), FIRST_KEPT) if is_first else min(round(enough), MOST_KEPT))
-        may_wait = False
+        affordable = self._affordable(choice) if choice.num_drafts else 0.0
+        may_wait = affordable >= 1.0
+        is_limit = self.is_cut and may_wait
+        is_short = is_first and not is_limit
+        longer = max(1, min(round(enough / 2), FIRST_KEPT) if is_short else min(round(enough), MOST_KEPT))
         if choice.num_drafts:
-            affordable = self._affordable(choice)
-            may_wait = affordable >= 1.0
             longer = min(longer, int(affordable)) if may_wait else longer
             if is_first and self._should_probe(choice, len(asked), num_others):
                 longer = 1  # while there are requests left to probe
         # where steps are captured the time of a choice hardly counts, and another number of requests has other levels
         fewest = len(asked) * (1.0 if self.costs.is_padded else LEAST_LEFT)
+        if is_limit:
+            fewest = 1.0
         num_made = len(asked) + num_others
         kept = Kept(asked, num_others, num_drafts, choice, is_first, longer, may_wait, num_made, fewest)
         if not self.is_lookup:  # steps have as many drafts as were asked for, and what they take is known
@@ -315,16 +318,18 @@ class AutoPolicy:
             if not number:
                 request.records[self.number].fade(kept.num_steps)
 
-    def shadows(self, chosen: Sequence[int], num_others: int) -> list[int]:
+    @property
+    def _is_known(self) -> bool:
+        """Whether enough is known of the requests, or of all, to compare drafts in some steps only."""
+        return self._num_taken > MOST_TAKEN or (self._kept is not None and not self._kept.is_first)
+
+    def shadows(self, chosen: Sequence[int], num_others: int) -> Sequence[int]:
         """Those that draft, while little is known in each step and later in some, and now and then all. Few at a time,
         in turn."""
-        most, num_asked = self.costs.levels[-1], len(chosen)
         self._until_shadows -= 1
-        kept = self._kept
-        is_known = kept is not None and (not kept.is_first or self._num_taken > MOST_TAKEN)
-        every = SHADOWS_EVERY if is_known else 1
-        if not chosen or (self._until_shadows > 0 and self._until_shadows % every):
-            return [0] * num_asked
+        if not chosen or (self._until_shadows > 0 and self._until_shadows % SHADOWS_EVERY and self._is_known):
+            return ()
+        most, num_asked = self.costs.levels[-1], len(chosen)
         if self._until_shadows <= 0:
             num_requests = num_asked + num_others
             plain = self.costs.plain(num_requests, self._context(num_requests))

@@ -66,7 +66,7 @@ class ChainPolicy:
         self._parts = Parts(of_lookups, of_models)
         return [max(pair) for pair in zip(of_lookups, of_models, strict=True)]
 
-    def shadows(self, chosen: Sequence[int], num_others: int) -> list[int]:
+    def shadows(self, chosen: Sequence[int], num_others: int) -> Sequence[int]:
         return self.lookups.shadows(self._parts.of_lookups, num_others)
 
     def price(self) -> RowPrice:

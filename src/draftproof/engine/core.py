@@ -254,8 +254,9 @@ class EngineCore:
         """Tell the policy what became of the request's drafts, of which `num_observed` count, and of its new ones."""
         compares = self.drafting.compares
         if compares:
-            is_last = delta.finish_reason is not None
-            self.drafting.compare(request, self.stats.num_steps, is_last=is_last)
+            if request.shadows:
+                is_last = delta.finish_reason is not None
+                self.drafting.compare(request, self.stats.num_steps, is_last=is_last)
             if not self.runner.is_divided or self.drafting.is_lookups(delta.drafter):
                 return
         if num_observed and not request.forced:  # forced drafts say nothing about the drafters' acceptance

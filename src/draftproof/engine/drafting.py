@@ -176,7 +176,7 @@ class Drafting:
     def compare(self, request: Progress, num_steps: int, *, is_last: bool) -> None:
         """Report to the policy what a request's new tokens tell of its shadow drafts, in some of `num_steps` so far and
         at its end: at the same times whether they are right or wrong, else what is wrong would be known earlier."""
-        if not request.shadows or (num_steps % COMPARED_EVERY and not is_last):
+        if num_steps % COMPARED_EVERY and not is_last:
             return
         open_shadows = []
         for shadow in request.shadows:

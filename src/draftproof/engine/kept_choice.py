@@ -15,10 +15,11 @@ from draftproof.engine.progress import Progress
 # For how long a choice is kept, since making one takes the host as long as a layer or two of a small model. With
 # drafts, while the savings allow it: `ROUNDS_KEPT` steps. Without drafts: `TOLD_KEPT` reported steps, of which there is
 # one in `PLAIN_EVERY`, since they are alike. If choosing would then take more than `CHOOSING_SHARE` of the time, up to
-# `MOST_KEPT` times as long; the first choice for these requests, if it took twice that, up to `FIRST_KEPT` times.
+# `MOST_KEPT` times as long; the first choice for these requests, if it took twice that, up to `FIRST_KEPT` times,
+# unless it is but a limit.
 ROUNDS_KEPT, TOLD_KEPT = 8, 3
 PLAIN_EVERY = 8
-MOST_KEPT, FIRST_KEPT = 8, 2
+MOST_KEPT, FIRST_KEPT = 16, 2
 LEAST_LEFT = 0.5  # share of the requests that a choice was made for, with which it is still kept
 USUAL = 2.0  # standard deviations from what is expected of a choice, with which it is kept longer
 

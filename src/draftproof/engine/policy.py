@@ -52,9 +52,10 @@ class Policy(Protocol):
         draft. All 0: the drafter may be skipped."""
         ...
 
-    def shadows(self, chosen: Sequence[int], num_others: int) -> list[int]:
+    def shadows(self, chosen: Sequence[int], num_others: int) -> Sequence[int]:
         """Number of drafts to make for each request and compare with the output, of which those `chosen` by `choose`
-        are verified; 0: as many as chosen, and none compared. Called after `choose`, where drafts can be compared."""
+        are verified; 0: as many as chosen, and none compared. Empty: none of any. Called after `choose`, where drafts
+        can be compared."""
         ...
 
     def price(self) -> RowPrice:
@@ -103,8 +104,8 @@ class FixedPolicy:
     def choose(self, asked: list[Progress], num_others: int) -> list[int]:
         return [self._num_drafts] * len(asked)
 
-    def shadows(self, chosen: Sequence[int], num_others: int) -> list[int]:
-        return [0] * len(chosen)
+    def shadows(self, chosen: Sequence[int], num_others: int) -> Sequence[int]:
+        return ()
 
     def price(self) -> RowPrice:
         return RowPrice()
