@@ -212,9 +212,10 @@ class Bench:
         judged = self._judge(ways, best_of, rules, is_changing=noise is not None)
         context = batch * (statistics.mean(map(len, prompts)) + self.num_tokens / 2)
         knowing = internals.knowing(auto, asked)
-        prediction = knowing.predict(batch, int(context))
+        prediction = knowing.predict(batch, int(context), self.num_tokens)
         of_lookups = (
-            isinstance(knowing, ChainPolicy) and knowing.lookups.predict(batch, int(context)) == prediction
+            isinstance(knowing, ChainPolicy)
+            and knowing.lookups.predict(batch, int(context), self.num_tokens) == prediction
         )
         row = {
             "cell": name,

@@ -191,6 +191,17 @@ def test_the_choice_is_the_best_there_is() -> None:
             )
 
 
+def test_a_prediction_for_short_outputs_knows_that_they_end_in_the_middle_of_a_step() -> None:
+    """All of eight drafts right: nine tokens a step, of which the last of a request leaves four unused on average."""
+    its = policy(1.0 - 1e-9, row=0.0, step=1e-6)
+    for num_requests in (1, 4):
+        long, short = its.predict(num_requests), its.predict(num_requests, num_tokens=100)
+        num_steps = 100 / 9 + 4 / 9
+        assert long.speedup == pytest.approx(9.0, rel=1e-3)
+        assert short.speedup == pytest.approx(9.0 - 4 / num_steps / num_requests, rel=1e-3)
+    assert its.predict(1, num_tokens=100).speedup == pytest.approx(100 / num_steps, rel=1e-3)
+
+
 @pytest.mark.parametrize("gain, expected", [(0.99, 1), (1.02, 1), (1.08, 2)])
 def test_of_numbers_that_gain_about_the_same_the_smallest_is_chosen(gain: float, expected: int) -> None:
     """By as much as a second draft gains over the first."""
@@ -1207,16 +1218,30 @@ def test_one_slow_host_says_little() -> None:
     its = costs()
     for _ in range(50):
         its.observe(StepOutcome(1, 1, 0, 1, 0, 1.3, 0.1))
-    assert its.host.seconds == pytest.approx(0.1)
+    assert its.plain_host.seconds == pytest.approx(0.1)
     its.observe(StepOutcome(1, 1, 0, 1, 0, 100.0, 99.0))
-    assert its.host.seconds < 0.12
+    assert its.plain_host.seconds < 0.12
+
+
+def test_what_the_host_takes_besides_drafts_is_not_that_of_steps_without() -> None:
+    """Until either was seen, it is taken to be as long as the other."""
+    its, one = costs(row=0.0, step=0.0), StepOutcome(1, 9, 8, 9, 0, 1.5, 0.5)
+    for _ in range(20):
+        its.observe(one)
+    its._paces.clear()
+    assert its.plain(1) == pytest.approx(1.5) == its.step(1, 9, 8) == its.ragged(1, 0)(9, 8)
+    for _ in range(20):
+        its.observe(StepOutcome(1, 1, 0, 1, 0, 1.1, 0.1))
+    its._paces.clear()
+    assert its.plain(1) == pytest.approx(1.1) and its.step(1, 9, 8) == pytest.approx(1.5)
+    assert its.step(1, 1, 8) == pytest.approx(1.5), "drafts were asked for"
 
 
 def test_the_first_step_says_what_the_host_takes_and_the_first_prompt_the_drafter() -> None:
     its = costs()
     its.observe(StepOutcome(1, 1, 0, 1, 0, 1.3, 0.2))
     its.observe_prompt(10, 1.0)
-    assert its.host.seconds == 0.2 and its.prompt_row_seconds == 0.1
+    assert its.plain_host.seconds == 0.2 and its.prompt_row_seconds == 0.1
     its.observe_prompt(10, 2.0)
     assert its.prompt_row_seconds == pytest.approx(0.1 + PROMPT_RATE * 0.1)
 

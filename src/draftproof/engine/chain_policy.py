@@ -7,6 +7,7 @@ is known only when they are made.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -102,7 +103,7 @@ class ChainPolicy:
     def prompted(self, num_rows: int, draft_seconds: float) -> None:
         self.models.prompted(num_rows, draft_seconds)
 
-    def predict(self, num_requests: int, context: int = 0) -> Prediction:
+    def predict(self, num_requests: int, context: int = 0, num_tokens: float = math.inf) -> Prediction:
         """The speed-up by whichever of the two gains more: both together gain at least as much."""
-        both = self.lookups.predict(num_requests, context), self.models.predict(num_requests, context)
+        both = [policy.predict(num_requests, context, num_tokens) for policy in (self.lookups, self.models)]
         return max(both, key=lambda prediction: prediction.speedup)

@@ -221,7 +221,8 @@ class StepCosts:
 
     `target`: by rows. `draft`: by requests and drafts. `context`: what reading keys adds to a target pass with one row
     per request, by the tokens of all requests; `context_row_seconds`: what each further row per request adds, per
-    token of context (small, since the rows of a request read its keys together). `host`: outside both passes.
+    token of context (small, since the rows of a request read its keys together). `host`: outside both passes, of steps
+    with drafts, which are also looked after on the host; `plain_host`: of those without.
     `prompt_row_seconds`: of the drafter, per row of a prompt; 0: not known.
     `levels`: numbers of drafts that may be asked for, ascending from 0. `buckets`: where steps are captured, the
     numbers of requests that they are padded to; every request is then padded to the rows of the largest level among
@@ -235,6 +236,7 @@ class StepCosts:
     context: Curve = field(default_factory=Curve)
     context_row_seconds: float = 0.0
     host: HostCosts = field(default_factory=HostCosts)
+    plain_host: HostCosts = field(default_factory=HostCosts)
     prompt_row_seconds: float = 0.0
     spread: float = 1.0
     _paces: dict[int, Pace] = field(default_factory=dict)  # `_kind`'s first number -> pace of such steps
@@ -271,7 +273,7 @@ class StepCosts:
         power = pace.growth / math.log(2)  # exp(growth * log2(x)) = x ** power
         fixed = self.context.look_up(context)
         each_row = self.context_row_seconds * context / num_requests
-        host_at, passes = self.host.at, self._passes
+        host_at, passes = self._host(is_plain=False).at, self._passes
 
         def step(num_rows: int, num_drafts: int) -> float:
             times = asked_times
@@ -287,7 +289,9 @@ class StepCosts:
 
     def observe(self, step: StepOutcome) -> None:
         """Correct the costs by a step that was run."""
-        self.host.observe(step.num_rows, step.host_seconds)
+        host, other = (self.plain_host, self.host) if step.is_plain else (self.host, self.plain_host)
+        host.seconds = host.seconds or other.seconds
+        host.observe(step.num_rows, step.host_seconds)
         if step.num_asked and step.draft_seconds:
             # where only some have shadow drafts, most of the time is what all rows take
             num_asked = step.num_requests if step.is_shadow else step.num_asked
@@ -338,7 +342,13 @@ class StepCosts:
         """Seconds of a step of this padded size by the profile."""
         keys = self.context.look_up(context)
         keys += self.context_row_seconds * context * (num_rows / num_requests - 1.0)
-        return self.host.at(num_rows) + keys + self._passes(num_requests, num_rows, num_drafts)
+        is_plain = not num_drafts and num_rows == num_requests
+        return self._host(is_plain).at(num_rows) + keys + self._passes(num_requests, num_rows, num_drafts)
+
+    def _host(self, is_plain: bool) -> HostCosts:
+        """What steps without drafts take outside both passes, or steps with some; until one was seen, as the other."""
+        own, other = (self.plain_host, self.host) if is_plain else (self.host, self.plain_host)
+        return own if own.seconds else other
 
     def _passes(self, num_requests: int, num_rows: int, num_drafts: int) -> float:
         """Seconds of both passes with empty context."""
