@@ -723,16 +723,12 @@ def test_no_choice_is_kept_for_as_long_again(changed: str) -> None:
 
 
 @pytest.mark.parametrize("is_cut, savings", [(True, MOST_SAVED), (False, MOST_SAVED), (True, ALLOWANCE)])
-def test_a_choice_that_is_but_a_limit_is_kept_until_all_its_requests_have_ended(
-    is_cut: bool, savings: float
-) -> None:
+def test_a_choice_that_is_but_a_limit_is_kept_for_long_from_the_first(is_cut: bool, savings: float) -> None:
     """If it can be afforded."""
     its, four = policy(0.9, row=0.005, step=0.005), [request(4, number) for number in range(4)]
     its.savings, its.is_cut, its.is_lookup, its._choosing_seconds = savings, is_cut, True, 1e3
     kept = its._choice_for(four, 0, None)
-    is_limit = is_cut and savings > ALLOWANCE
-    assert (kept.longer > FIRST_KEPT) == is_limit
-    assert kept.is_for(four[:1], 0) == is_limit
+    assert (kept.longer > FIRST_KEPT) == (is_cut and savings > ALLOWANCE)
 
 
 @pytest.mark.parametrize("changed", ["", "over", "savings", "number", "age", "probe", "ended"])

@@ -41,7 +41,7 @@ EARNED = 10.0  # savings from which drafts are believed to pay
 OBSERVED_EVERY = 8
 CHOOSING_SHARE = 0.005
 # Where the drafter ends proposals itself, the number of drafts is but a limit, and a good one lasts longer.
-CHOOSING_SHARE_IF_CUT = 0.001
+CHOOSING_SHARE_IF_CUT = 0.0025
 # Share of the time that making drafts may take while none are verified; less than one step in `PLAIN_EVERY` makes them.
 SHADOW_SHARE = 0.01
 MOST_SHADOWS = 8  # requests of a step whose drafts are compared
@@ -50,7 +50,7 @@ MOST_SHADOWS = 8  # requests of a step whose drafts are compared
 SHADOWS_EVERY = 7
 # Part of a pass's length that counts in `RowPrice` where drafts are copied: a token that is not drafted is not lost,
 # and where text repeats the next pass gets it about as cheaply.
-PATIENCE = 0.5
+PATIENCE = 0.75
 MOST_WAITING = 512  # reports that wait to be taken in, at most: nothing is chosen while no request can draft
 MOST_STEPS = 16  # the same for steps: while no request can draft they come in, too
 MOST_TAKEN = 256  # reports taken in after which the choice for new requests is made again
@@ -263,8 +263,7 @@ class AutoPolicy:
         enough = self._choosing_seconds / (share * choice.seconds) / num_steps
         affordable = self._affordable(choice) if choice.num_drafts else 0.0
         may_wait = affordable >= 1.0
-        is_limit = self.is_cut and may_wait
-        is_short = is_first and not is_limit
+        is_short = is_first and not (self.is_cut and may_wait)
         longer = max(1, min(round(enough / 2), FIRST_KEPT) if is_short else min(round(enough), MOST_KEPT))
         if choice.num_drafts:
             longer = min(longer, int(affordable)) if may_wait else longer
@@ -272,8 +271,6 @@ class AutoPolicy:
                 longer = 1  # while there are requests left to probe
         # where steps are captured the time of a choice hardly counts, and another number of requests has other levels
         fewest = len(asked) * (1.0 if self.costs.is_padded else LEAST_LEFT)
-        if is_limit:
-            fewest = 1.0
         num_made = len(asked) + num_others
         kept = Kept(asked, num_others, num_drafts, choice, is_first, longer, may_wait, num_made, fewest)
         if not self.is_lookup:  # steps have as many drafts as were asked for, and what they take is known
