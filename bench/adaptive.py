@@ -204,7 +204,7 @@ class Bench:
             Way("new", self.drafting, self._reset),
         ]
         tried = list(ways)
-        self._learn((*rules, ours), batch, prompts)
+        self._learn((rules[-1], ours), batch, prompts)
         num_turns = self._take_turns(ways, fixed, batch, prompts, noise)
         engine.policy = auto
         ways = [way for way in ways if len(way.seconds) == num_turns]

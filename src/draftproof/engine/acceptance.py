@@ -293,6 +293,11 @@ class Acceptance:
         self.followed.forget(POOL_FADING)
         self._survivals.clear()
 
+    def count_full(self, num_proposals: int) -> None:
+        """Count so many proposals before, which had all drafts that were asked for."""
+        for _ in range(min(num_proposals, round(1.0 / (1.0 - self.memory)))):
+            self.given.count(self.num_drafts, self.num_drafts)
+
     def count_given(self, record: AcceptanceRecord, num_asked: int, num_given: int) -> None:
         """Count that the drafter was asked for `num_asked` drafts and had `num_given`."""
         self.given.forget(self._kept)

@@ -53,6 +53,7 @@ SHADOWS_EVERY = 7
 PATIENCE = 0.75
 MOST_WAITING = 512  # reports that wait to be taken in, at most: nothing is chosen while no request can draft
 MOST_STEPS = 16  # the same for steps: while no request can draft they come in, too
+MOST_STEPS_KEPT = 256  # steps after which a choice is made again, whatever became of its drafts
 MOST_TAKEN = 256  # reports taken in after which the choice for new requests is made again
 # The same for lookups, with those that wait: there it is the choice that was made for earlier requests. Either counts
 # for at most as many as it was made by: the first choices are soon made again.
@@ -87,7 +88,8 @@ class AutoPolicy:
     _length: float = 0.0  # mean tokens of a request in the last step
     _kept: Kept | None = None
     _ready: ReadyChoice | None = None
-    _gives_less: bool = False  # whether the drafter had fewer drafts than it was asked for, at any time
+    _gives_less: bool = False  # at some time the drafter had fewer drafts than it was asked for
+    _num_full: int = 0  # proposals before that
     _num_taken: int = 0  # reports and steps that were taken in
     _num_unobserved: int = 0  # steps since one has corrected the costs
     _until_shadows: int = 0  # steps until requests without drafts have shadow drafts, too
@@ -146,12 +148,11 @@ class AutoPolicy:
 
     def _goes_on(self, kept: Kept) -> bool:
         """Whether a choice whose time is over is kept for as long again: where making one takes notable time, if its
-        drafts were accepted about as often as expected, and the savings allow it."""
-        if kept.longer == 1 or not kept.may_wait or len(self._reports) >= MOST_WAITING or not kept.is_usual:
+        drafts were accepted about as often as expected, and the savings allow it. Never a lookup's, whose drafts are
+        not verified one by one."""
+        if kept.longer == 1 or not kept.may_wait or kept.num_steps >= MOST_STEPS_KEPT or not kept.is_usual:
             return False
-        if self._affordable(kept.choice) < kept.longer:
-            return False
-        if self._should_probe(kept.choice, len(kept.asked), kept.num_others):
+        if not self._may_go_on(kept, len(kept.asked), kept.num_others):
             return False
         kept.go_on()
         return True
@@ -159,16 +160,21 @@ class AutoPolicy:
     def _passes_on(self, kept: Kept, asked: Sequence[Progress], ready: DraftChoice) -> bool:
         """Whether the choice that was kept for new requests, of which this is what they get, is kept for these ones."""
         is_same = kept.choice is ready and len(kept.asked) == len(asked) and not kept.is_over
-        if not is_same or self._affordable(ready) < kept.longer:
+        return is_same and self._may_go_on(kept, len(asked), 0)
+
+    def _may_go_on(self, kept: Kept, num_asked: int, num_others: int) -> bool:
+        """Whether the savings last for as long again, whatever becomes of the drafts, and no probe is due."""
+        self._settle_steps()
+        if self._affordable(kept.choice) < kept.longer:
             return False
-        return not self._should_probe(ready, len(asked), 0)
+        return not self._should_probe(kept.choice, num_asked, num_others, kept.num_steps)
 
     def _affordable(self, choice: DraftChoice) -> float:
         """For how many times `ROUNDS_KEPT` steps the savings last if no draft is accepted."""
         return (self.savings - ALLOWANCE) / max(ROUNDS_KEPT * choice.worst, 1e-9)
 
     def _next(self, asked: list[Progress], num_others: int, before: Kept | None) -> Kept:
-        """The choice to keep from now on, instead of the one `before`."""
+        """The choice to keep from now on, instead of the one `before` or passed on from it."""
         is_new = not num_others and self._are_new(asked, before)
         if is_new:
             ready = self._made_ready(len(asked))
@@ -195,10 +201,11 @@ class AutoPolicy:
             self._renew_ready()
         return kept
 
-    def _should_probe(self, choice: DraftChoice, num_asked: int, num_others: int) -> bool:
-        """Whether a probe is due while this is the choice, for `num_asked` requests beside others."""
+    def _should_probe(self, choice: DraftChoice, num_asked: int, num_others: int, num_steps: int = 0) -> bool:
+        """Whether a probe is due while this is the choice, for `num_asked` requests beside others, after `num_steps`
+        steps of it."""
         may_probe = self.probes and bool(choice.num_drafts) and not num_others
-        return may_probe and self._probes.is_due(num_asked)
+        return may_probe and self._probes.is_due(num_asked, num_steps)
 
     def _made_ready(self, num_requests: int) -> DraftChoice | None:
         """The choice for so many new requests, if it is made and still holds."""
@@ -272,11 +279,7 @@ class AutoPolicy:
         # where steps are captured the time of a choice hardly counts, and another number of requests has other levels
         fewest = len(asked) * (1.0 if self.costs.is_padded else LEAST_LEFT)
         num_made = len(asked) + num_others
-        kept = Kept(asked, num_others, num_drafts, choice, is_first, longer, may_wait, num_made, fewest)
-        if not self.is_lookup:  # steps have as many drafts as were asked for, and what they take is known
-            size = num_made, num_made + sum(num_drafts), max(num_drafts)
-            kept.longer_by_size[size] = 1.0 + choice.worst
-        return kept
+        return Kept(asked, num_others, num_drafts, choice, is_first, longer, may_wait, num_made, fewest)
 
     def _report(self, take: Callable[..., None], *given: Any) -> None:
         """Note what `take(*given)` takes in before the next choice."""
@@ -383,9 +386,9 @@ class AutoPolicy:
         return saved > price * (WORTH_SHOWING + doubt * (SURELY_WORTH - WORTH_SHOWING))
 
     def predict(self, num_requests: int, context: int = 0, num_tokens: float = math.inf) -> Prediction:
-        """The expected speed-up for `num_requests` new requests with `context` tokens in all, while all decode; outputs
-        have `num_tokens` each. In the last step of one, half of what it could bring is lost on average. Example: 12
-        tokens a step. A request of 100 takes not 8.3 steps but 8.8, so 11.4 a step."""
+        """The expected speed-up for `num_requests` new requests with `context` tokens in all, until the first of them
+        ends; outputs have `num_tokens` each. In its last step half of what that could bring is lost on average.
+        Example: 12 tokens a step. A request of 100 takes not 8.3 steps but 8.8, so 11.4 a step."""
         self._settle()
         unknown = self.acceptance.unknown
         choice = self.chooser.best({unknown: num_requests}, context=context)
@@ -398,10 +401,13 @@ class AutoPolicy:
 
     def proposed(self, request: Progress, num_asked: int, num_drafts: int, *, is_model: bool = True) -> None:
         record = request.records[self.number]
-        self._gives_less |= num_drafts < num_asked
+        if num_drafts < num_asked and not self._gives_less:
+            self._gives_less = True
+            self.acceptance.count_full(self._num_full)
         if self._gives_less:
             self._report(self.acceptance.count_given, record, num_asked, num_drafts)
         else:  # there is nothing to learn
+            self._num_full += 1
             record.last_asked, record.last_given = num_asked, num_drafts
 
     def verified(self, request: Progress, num_drafted: int, num_accepted: int) -> None:

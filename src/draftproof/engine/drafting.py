@@ -79,6 +79,7 @@ class Drafting:
         self._choosing_seconds = 0.0  # that the policy took to choose for the last step
         self._run = StepRun()
         self._last_result = 0.0  # when a step's result was last taken in: seconds of `time.perf_counter`
+        self._last_end = 0.0  # when the policy had heard of it
         self._num_since_prompts = 0  # finished steps
         self._num_left_out = 0  # finished steps since one that no prompt has slowed
 
@@ -230,6 +231,13 @@ class Drafting:
         Where steps overlap, a step's time is the average of those like it since the last report (`StepRun`); a step
         launched on an idle device is left out. Without overlap see `_alone`.
         """
+        self._tell(flight, results, was_wanted=was_wanted, num_steps=num_steps)
+        self._last_end = time.perf_counter()
+
+    def _tell(
+        self, flight: InFlightStep, results: Sequence[RowResult], *, was_wanted: bool, num_steps: int
+    ) -> None:
+        """See `finished`."""
         now, before = time.perf_counter(), self._last_result
         self._last_result = now
         if flight.shadowing is not None:
@@ -251,7 +259,7 @@ class Drafting:
         if flight.has_prompts:
             self._prompted(flight)
             return
-        seconds = self._run.taken(now) if is_ahead else self._alone(flight.start, now, before)
+        seconds = self._run.taken(now) if is_ahead else self._alone(flight.start, now)
         pending = flight.pending
         passes = seconds if is_ahead else pending.target_seconds + pending.draft_seconds
         # not a chain's, which depends on which member drafts, nor where a lookup waits for the device
@@ -261,13 +269,12 @@ class Drafting:
             seconds -= pending.draft_seconds
         policy.finished(flight.outcome(results, seconds, host_seconds, draft_seconds, is_typical=is_typical))
 
-    def _alone(self, start: float, now: float, before: float) -> float:
-        """Seconds of a step that overlaps with none, planned from `start` on, when the result before was taken in at
-        `before`: with what the caller did between the two, which with fewer steps is done less often, but at most as
-        long as the step itself; without what the policy took to choose: it chooses once in a few steps, and may be told
-        of just those."""
+    def _alone(self, start: float, now: float) -> float:
+        """Seconds of a step that overlaps with none, planned from `start` on: with what the caller did since the step
+        before, which with fewer steps is done less often, but at most as long as the step itself; without what the
+        policy took to choose: it chooses once in a few steps, and may be told of just those."""
         own = now - start
-        return own - self._choosing_seconds + min(max(0.0, start - before), own)
+        return own - self._choosing_seconds + min(max(0.0, start - self._last_end), own)
 
     def _count(self, has_prompts: bool) -> bool:
         """Count a finished step. Returns whether its time says how long such steps take."""

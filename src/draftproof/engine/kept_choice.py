@@ -16,7 +16,8 @@ from draftproof.engine.progress import Progress
 # drafts, while the savings allow it: `ROUNDS_KEPT` steps. Without drafts: `TOLD_KEPT` reported steps, of which there is
 # one in `PLAIN_EVERY`, since they are alike. If choosing would then take more than `CHOOSING_SHARE` of the time, up to
 # `MOST_KEPT` times as long; the first choice for these requests, if it took twice that, up to `FIRST_KEPT` times,
-# unless it is but a limit.
+# unless it is but a limit (`AutoPolicy.is_cut`) and the savings last. Then it may go on for as long again, or be passed
+# on to new requests.
 ROUNDS_KEPT, TOLD_KEPT = 8, 3
 PLAIN_EVERY = 8
 MOST_KEPT, FIRST_KEPT = 16, 2
@@ -49,28 +50,31 @@ class Kept:
     is_over: bool = False
     num_rounds: int = 0  # verified ones of its requests
     num_accepted: int = 0  # drafts in those
-    _num_more: int = 0  # steps for which it is kept besides
+    _num_more: int = 0  # steps for which it is kept beyond the first `ROUNDS_KEPT * longer`
 
     @property
     def is_usual(self) -> bool:
         """Whether its request, if it is alone, had about as many drafts accepted as was expected. A round's number
         varies about as if all were equally likely. Example: 1.4 of three drafts expected, and 16 rounds: from 0.8 to
         2.0."""
-        if len(self.asked) + self.num_others > 1 or not self.num_rounds:
+        if self.num_made > 1 or not self.num_rounds:
             return False
-        most = self.num_drafts[0]
+        ((its_class, most),) = self.choice.num_drafts.items()
+        expected = (self.choice.tokens - 1.0) / its_class.share  # in a round with drafts
         deviation = math.sqrt(most * (most + 2) / 12 / self.num_rounds)
-        return abs(self.num_accepted / self.num_rounds - (self.choice.tokens - 1.0)) <= USUAL * deviation
+        return abs(self.num_accepted / self.num_rounds - expected) <= USUAL * deviation
 
     def pass_on(self, asked: list[Progress]) -> None:
         """Be kept for these requests, as long as for the first, instead of ones that have ended."""
         self.asked, self.price = asked, None
         self.num_rounds = self.num_accepted = 0
+        self.longer_by_size.clear()
         self._num_more = self.num_steps
 
     def go_on(self) -> None:
         """Be kept for as long again."""
         self._num_more += ROUNDS_KEPT * self.longer
+        self.longer_by_size.clear()
         self.is_over = False
 
     def is_for(self, asked: list[Progress], num_others: int) -> bool:

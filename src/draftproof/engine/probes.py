@@ -26,9 +26,10 @@ class Probes:
     steps: list[StepOutcome] = field(default_factory=list)  # those that are only a bound
     _until: dict[int, float] = field(default_factory=dict)  # by the bit length of the number of requests
 
-    def is_due(self, num_requests: int) -> bool:
-        """Whether a probe is due for about so many requests."""
-        return self._until.get(num_requests.bit_length(), FIRST_PROBED) <= 0
+    def is_due(self, num_requests: int, num_steps: int = 0) -> bool:
+        """Whether a probe is due for about so many requests, after `num_steps` steps with drafts that are yet to be
+        counted."""
+        return self._until.get(num_requests.bit_length(), FIRST_PROBED) <= num_steps
 
     def start(self, choice: DraftChoice, num_requests: int) -> None:
         """A probe is made instead of this choice, which has drafts: the next is due later."""
