@@ -22,6 +22,7 @@ from draftproof.engine.auto_policy import (
     ALLOWANCE,
     EARNED,
     INCOME,
+    MANY,
     MOST_NEW,
     MOST_SAVED,
     MOST_STEPS_KEPT,
@@ -29,6 +30,7 @@ from draftproof.engine.auto_policy import (
     MOST_WAITING,
     OBSERVED_EVERY,
     PATIENCE,
+    PATIENCE_OF_MANY,
     STAKE,
     SURELY_WORTH,
     WORTH_SHOWING,
@@ -1322,6 +1324,16 @@ def test_a_row_must_bring_what_its_time_is_worth(row: float, buckets: tuple[int,
     assert num_drafts and its.price() == pytest.approx((0.0, 0.0 if buckets else rows))
     its.is_cut, its._kept.price = True, None
     assert its.price().rows == pytest.approx(0.0 if buckets else PATIENCE * rows)
+
+
+@pytest.mark.parametrize(
+    "num_requests, patience", [(1, PATIENCE), (MANY, PATIENCE_OF_MANY), (40, PATIENCE_OF_MANY)]
+)
+def test_a_copied_draft_of_many_requests_has_to_bring_less(num_requests: int, patience: float) -> None:
+    its, asked = policy(0.9, row=0.001, step=0.001), [request(4, number) for number in range(num_requests)]
+    its.choose(asked, 0)
+    usual, its.is_cut, its._kept.price = its.price(), True, None
+    assert usual.rows > 0 and its.price().rows == pytest.approx(patience * usual.rows)
 
 
 def test_the_tokens_of_other_requests_wait_for_a_row_too() -> None:
