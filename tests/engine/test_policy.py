@@ -22,15 +22,12 @@ from draftproof.engine.auto_policy import (
     ALLOWANCE,
     EARNED,
     INCOME,
-    MANY,
     MOST_NEW,
     MOST_SAVED,
     MOST_STEPS_KEPT,
     MOST_TAKEN,
     MOST_WAITING,
     OBSERVED_EVERY,
-    PATIENCE,
-    PATIENCE_OF_MANY,
     STAKE,
     SURELY_WORTH,
     WORTH_SHOWING,
@@ -62,6 +59,7 @@ from draftproof.engine.kept_choice import (
 from draftproof.engine.policy import FixedPolicy
 from draftproof.engine.probes import FIRST_PROBED, PROBED_STEPS
 from draftproof.engine.progress import Progress
+from draftproof.engine.row_price import MANY, PATIENCE, PATIENCE_OF_MANY
 from draftproof.engine.shadows import Comparison
 from tests.engine.test_scheduler import request
 

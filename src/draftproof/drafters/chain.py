@@ -196,10 +196,9 @@ class ChainDrafter(Drafter):
                 open_R = free_R * self._may_SM[verified.slots_R, number]
             k_R = open_R.clamp(max=most) * drafter.able(verified.slots_R)
             taps = self._taps_for(drafter.spec.taps, verified.taps)
-            proposal = drafter.propose(
-                dataclasses.replace(verified, k_R=k_R, taps=taps), min(num_drafts, most)
-            )
-            drafts_RK = proposal.tokens_RK[:, : min(num_drafts, most)]
+            num = min(num_drafts, most)
+            proposal = drafter.propose(dataclasses.replace(verified, k_R=k_R, taps=taps), num)
+            drafts_RK = proposal.tokens_RK[:, :num]
             given_R, is_broken_R = self._cut(drafts_RK, torch.minimum(proposal.count_R, k_R))
             broken_R += is_broken_R.long() << number
             take_R = given_R > 0

@@ -26,6 +26,7 @@ from draftproof.engine.kept_choice import (
 from draftproof.engine.policy import Parts
 from draftproof.engine.probes import Probes
 from draftproof.engine.progress import Progress
+from draftproof.engine.row_price import row_price
 from draftproof.engine.shadows import Comparison
 from draftproof.metrics import Prediction
 
@@ -48,11 +49,6 @@ MOST_SHADOWS = 8  # requests of a step whose drafts are compared
 # Drafts of the same requests are later compared in one of so many steps. Prime to `OBSERVED_EVERY`: else all reported
 # steps could have such drafts, or none.
 SHADOWS_EVERY = 7
-# Part of a pass's length that counts in `RowPrice` where drafts are copied: a token that is not drafted is not lost,
-# and where text repeats the next pass gets it about as cheaply: for a request alone, and for `MANY` or more together,
-# whose pass takes much longer by a first draft than by the next. Measured: at 4 requests of `small` 0.5 gains 2 % over
-# 0.75 and at 16 it loses 3 %.
-PATIENCE, PATIENCE_OF_MANY, MANY = 0.5, 0.75, 16
 MOST_WAITING = 512  # reports that wait to be taken in, at most: nothing is chosen while no request can draft
 MOST_STEPS = 16  # the same for steps: while no request can draft they come in, too
 MOST_STEPS_KEPT = 256  # steps after which a choice is made again, whatever became of its drafts
@@ -154,7 +150,7 @@ class AutoPolicy:
         not verified one by one."""
         if kept.longer == 1 or not kept.may_wait or kept.num_steps >= MOST_STEPS_KEPT or not kept.is_usual:
             return False
-        if not self._may_go_on(kept, len(kept.asked), kept.num_others):
+        if not self._may_go_on(kept):
             return False
         kept.go_on()
         return True
@@ -162,14 +158,14 @@ class AutoPolicy:
     def _passes_on(self, kept: Kept, asked: Sequence[Progress], ready: DraftChoice) -> bool:
         """Whether the choice that was kept for new requests, of which this is what they get, is kept for these ones."""
         is_same = kept.choice is ready and len(kept.asked) == len(asked) and not kept.is_over
-        return is_same and self._may_go_on(kept, len(asked), 0)
+        return is_same and self._may_go_on(kept)
 
-    def _may_go_on(self, kept: Kept, num_asked: int, num_others: int) -> bool:
+    def _may_go_on(self, kept: Kept) -> bool:
         """Whether the savings last for as long again, whatever becomes of the drafts, and no probe is due."""
         self._settle_steps()
         if self._affordable(kept.choice) < kept.longer:
             return False
-        return not self._should_probe(kept.choice, num_asked, num_others, kept.num_steps)
+        return not self._should_probe(kept.choice, len(kept.asked), kept.num_others, kept.num_steps)
 
     def _affordable(self, choice: DraftChoice) -> float:
         """For how many times `ROUNDS_KEPT` steps the savings last if no draft is accepted."""
@@ -180,10 +176,10 @@ class AutoPolicy:
         is_new = not num_others and self._are_new(asked, before)
         if is_new:
             ready = self._made_ready(len(asked))
-            if ready is not None and before is not None and self._passes_on(before, asked, ready):
-                before.pass_on(asked)
-                return before
             if ready is not None:  # reports wait for the next choice, which is made while a step runs
+                if before is not None and self._passes_on(before, asked, ready):
+                    before.pass_on(asked)
+                    return before
                 self._settle_steps()
                 self._let_go()
                 return self._kept_for(asked, 0, [self.acceptance.unknown] * len(asked), ready, is_first=True)
@@ -274,10 +270,10 @@ class AutoPolicy:
         may_wait = affordable >= 1.0
         is_short = is_first and not (self.is_cut and may_wait)
         longer = max(1, min(round(enough / 2), FIRST_KEPT) if is_short else min(round(enough), MOST_KEPT))
-        if choice.num_drafts:
-            longer = min(longer, int(affordable)) if may_wait else longer
-            if is_first and self._should_probe(choice, len(asked), num_others):
-                longer = 1  # while there are requests left to probe
+        if may_wait:
+            longer = min(longer, int(affordable))
+        if is_first and self._should_probe(choice, len(asked), num_others):
+            longer = 1  # while there are requests left to probe
         # where steps are captured the time of a choice hardly counts, and another number of requests has other levels
         fewest = len(asked) * (1.0 if self.costs.is_padded else LEAST_LEFT)
         num_made = len(asked) + num_others
@@ -354,23 +350,9 @@ class AutoPolicy:
         if kept is None or self.costs.is_padded:
             return RowPrice()
         if kept.price is None:
-            kept.price = self._price_with(kept.choice, kept.num_made, len(kept.asked) + kept.num_others)
+            num_requests = len(kept.asked) + kept.num_others
+            kept.price = row_price(self.costs, kept.choice, kept.num_made, num_requests, is_cut=self.is_cut)
         return kept.price
-
-    def _price_with(self, choice: DraftChoice, num_made: int, num_requests: int) -> RowPrice:
-        """The price in steps like those of `choice`, made for `num_made` requests of which `num_requests` are left.
-        Without drafts too: those that are only compared tell whether drafts at this price would pay."""
-        most = max(choice.num_drafts.values(), default=self.costs.levels[1])
-        fewest, all_rows = (self.costs.step(num_requests, num_requests * (1 + k), most) for k in (0, most))
-        each = (all_rows - fewest) / (num_requests * most)
-        if each <= 0:
-            return RowPrice()
-        of_others = (num_requests - 1) / num_made
-        longer = max(0.0, choice.seconds - self.costs.step(num_made, num_made, most))
-        patience = 1.0
-        if self.is_cut:
-            patience = PATIENCE + (PATIENCE_OF_MANY - PATIENCE) * min(1.0, (num_requests - 1) / (MANY - 1))
-        return RowPrice(choice.tokens * of_others, patience * (fewest + longer * of_others) / each)
 
     def will_draft(self, request: Progress, num_others: int, num_lost: int = 0) -> bool:
         num_requests = 1 + num_others  # all assumed to be like this one
