@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -85,7 +85,7 @@ def rows(name: str, num_jobs: int, program: str, only: str = "") -> list[dict[st
     """The rows of all cells, `num_jobs` processes at a time, each on two cores of its own. `only`: of processes in
     whose names this regular expression is found. Cells that fail are measured again, which replaces their first row."""
     assert name in NAMES
-    mine = sorted(os.sched_getaffinity(0))
+    mine = _apart(os.sched_getaffinity(0))
     free: queue.Queue[set[int]] = queue.Queue()
     for number in range(num_jobs):
         cores = set(mine[number * CORES_EACH : (number + 1) * CORES_EACH])
@@ -112,6 +112,18 @@ def rows(name: str, num_jobs: int, program: str, only: str = "") -> list[dict[st
         id(row): {**found, "first_ratios": row["ratios"]} for row, (found,) in zip(failed, later, strict=True)
     }
     return [replaced.get(id(row), row) for row in first]
+
+
+def _apart(cores: Iterable[int]) -> list[int]:
+    """These cores, so that those that share a processor's core with one before come last. Example: 0 and 1 share one, 2
+    and 3 another: 0, 2, 1, 3."""
+
+    def place(core: int) -> tuple[int, int]:
+        file = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")
+        together = re.split("[,-]", file.read_text().strip()) if file.is_file() else [str(core)]
+        return int(core != int(together[0])), core
+
+    return sorted(cores, key=place)
 
 
 def _again(arguments: Sequence[str], row: dict[str, Any]) -> list[str]:

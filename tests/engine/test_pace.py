@@ -73,6 +73,18 @@ def test_a_correction_of_steps_that_are_not_met_fades() -> None:
     assert pace.at(DRAFTING) > 0.2, "and is soon learnt again"
 
 
+def test_a_kind_that_comes_by_chance_makes_no_other_seem_slow() -> None:
+    """Steps for which a lookup has no drafts, one in twenty, between steps of many rows that slow them."""
+    found = []
+    for is_alternative in (False, True):
+        pace = fed(Pace(), 20, {PLAIN: 1.0, DRAFTING: 1.0})
+        for number in range(400):
+            kind, times = (DRAFTING, 1.0) if number % 20 else (OTHER, 1.4)
+            pace.observe(kind, math.log(times), is_alternative=is_alternative)
+        found.append(pace.at(PLAIN))
+    assert abs(found[0]) < 0.02 and found[1] > 0.06, "as it would where they were chosen"
+
+
 def test_a_successor_begins_at_the_machine_s_pace() -> None:
     pace = fed(Pace(), 50, {PLAIN: 2.0, DRAFTING: 3.0})
     after = pace.successor()

@@ -23,8 +23,9 @@ from draftproof.engine.kept_choice import (
     Kept,
     ReadyChoice,
 )
+from draftproof.engine.own_number import OwnNumber
 from draftproof.engine.policy import Parts
-from draftproof.engine.probes import Probes
+from draftproof.engine.probes import NUM_SETTLING, Probes
 from draftproof.engine.progress import Progress
 from draftproof.engine.row_price import row_price
 from draftproof.engine.shadows import Comparison
@@ -53,6 +54,7 @@ MOST_WAITING = 512  # reports that wait to be taken in, at most: nothing is chos
 MOST_STEPS = 16  # the same for steps: while no request can draft they come in, too
 MOST_STEPS_KEPT = 256  # steps after which a choice is made again, whatever became of its drafts
 MOST_TAKEN = 256  # reports taken in after which the choice for new requests is made again
+MOST_TAKEN_PLAIN = 32  # the same if it has no drafts, with those that wait: the next one may have some
 # The same for lookups, with those that wait: there it is the choice that was made for earlier requests. Either counts
 # for at most as many as it was made by: the first choices are soon made again.
 MOST_NEW = 128
@@ -145,10 +147,9 @@ class AutoPolicy:
         return kept.num_drafts
 
     def _goes_on(self, kept: Kept) -> bool:
-        """Whether a choice whose time is over is kept for as long again: where making one takes notable time, if its
-        drafts were accepted about as often as expected, and the savings allow it. Never a lookup's, whose drafts are
-        not verified one by one."""
-        if kept.longer == 1 or not kept.may_wait or kept.num_steps >= MOST_STEPS_KEPT or not kept.is_usual:
+        """Whether a choice whose time is over is kept for as long again: where making one takes notable time, if the
+        number of drafts follows what is accepted, that is not much less than expected, and the savings allow it."""
+        if kept.longer == 1 or kept.num_steps >= MOST_STEPS_KEPT or kept.own is None or kept.own.is_worse:
             return False
         if not self._may_go_on(kept):
             return False
@@ -163,13 +164,13 @@ class AutoPolicy:
     def _may_go_on(self, kept: Kept) -> bool:
         """Whether the savings last for as long again, whatever becomes of the drafts, and no probe is due."""
         self._settle_steps()
-        if self._affordable(kept.choice) < kept.longer:
+        if self._affordable(kept.worst) < kept.longer:
             return False
         return not self._should_probe(kept.choice, len(kept.asked), kept.num_others, kept.num_steps)
 
-    def _affordable(self, choice: DraftChoice) -> float:
-        """For how many times `ROUNDS_KEPT` steps the savings last if no draft is accepted."""
-        return (self.savings - ALLOWANCE) / max(ROUNDS_KEPT * choice.worst, 1e-9)
+    def _affordable(self, worst: float) -> float:
+        """For how many times `ROUNDS_KEPT` steps the savings last if no draft is accepted and each loses `worst`."""
+        return (self.savings - ALLOWANCE) / max(ROUNDS_KEPT * worst, 1e-9)
 
     def _next(self, asked: list[Progress], num_others: int, before: Kept | None) -> Kept:
         """The choice to keep from now on, instead of the one `before` or passed on from it."""
@@ -212,8 +213,8 @@ class AutoPolicy:
             return None
         choice, num_new = ready.choice, self._num_taken - ready.num_taken
         num_waiting = len(self._reports) + len(self._steps)
-        if not choice.num_drafts:  # the next one may have some
-            return None if num_new or num_waiting else choice
+        if not choice.num_drafts:
+            return choice if num_new + num_waiting <= min(MOST_TAKEN_PLAIN, ready.num_taken) else None
         is_expected = choice.num_drafts.keys() == {
             self.acceptance.unknown
         }  # for such requests as are now expected
@@ -266,7 +267,7 @@ class AutoPolicy:
         num_steps = ROUNDS_KEPT if choice.num_drafts else TOLD_KEPT * PLAIN_EVERY
         share = CHOOSING_SHARE_IF_CUT if self.is_cut else CHOOSING_SHARE
         enough = self._choosing_seconds / (share * choice.seconds) / num_steps
-        affordable = self._affordable(choice) if choice.num_drafts else 0.0
+        affordable = self._affordable(choice.worst) if choice.num_drafts else 0.0
         may_wait = affordable >= 1.0
         is_short = is_first and not (self.is_cut and may_wait)
         longer = max(1, min(round(enough / 2), FIRST_KEPT) if is_short else min(round(enough), MOST_KEPT))
@@ -277,7 +278,12 @@ class AutoPolicy:
         # where steps are captured the time of a choice hardly counts, and another number of requests has other levels
         fewest = len(asked) * (1.0 if self.costs.is_padded else LEAST_LEFT)
         num_made = len(asked) + num_others
-        return Kept(asked, num_others, num_drafts, choice, is_first, longer, may_wait, num_made, fewest)
+        kept = Kept(asked, num_others, num_drafts, choice, is_first, longer, may_wait, num_made, fewest)
+        if may_wait and num_made == 1 and not self.is_lookup and classes[0].share == 1.0:
+            lost = (self.savings - ALLOWANCE) / (ROUNDS_KEPT * longer)  # what a step may lose, in plain steps
+            most_seconds = max(choice.seconds, (1.0 + lost) * choice.plain_seconds)
+            kept.own = OwnNumber(self.chooser, choice, len(asked[0].tokens), most_seconds)
+        return kept
 
     def _report(self, take: Callable[..., None], *given: Any) -> None:
         """Note what `take(*given)` takes in before the next choice."""
@@ -400,8 +406,7 @@ class AutoPolicy:
         self._num_rounds += 1
         self._num_accepted += num_accepted
         if self._kept is not None:
-            self._kept.num_rounds += 1
-            self._kept.num_accepted += num_accepted
+            self._kept.count_round(num_drafted, num_accepted)
         self._report(self.acceptance.count, request.records[self.number], num_drafted, num_accepted)
 
     def compared(self, request: Progress, found: Comparison) -> None:
@@ -416,13 +421,15 @@ class AutoPolicy:
     def finished(self, step: StepOutcome) -> None:
         kept = self._kept
         is_probed = self.is_probing and step.is_plain  # its first step verifies the drafts that there are
-        if is_probed and not self.is_lookup:
+        if is_probed and kept is not None and kept.num_told < NUM_SETTLING:
+            pass
+        elif is_probed and not self.is_lookup:
             self._probes.steps.append(step)
         else:
             num_steps = 0 if is_probed else 1 if step.is_plain else self.report_every
             self._steps.append((step, num_steps, self._tokens_of(step)))
         # those without drafts are alike, and nothing is risked until the next choice
-        waits = kept is not None and (kept.may_wait or not kept.choice.num_drafts)
+        waits = step.is_plain if kept is None else kept.may_wait or not kept.choice.num_drafts
         if not waits or len(self._steps) >= MOST_STEPS:
             self._settle_steps()
         if kept is not None and not step.is_shadow and (step.is_plain or not kept.is_probe):
@@ -432,7 +439,7 @@ class AutoPolicy:
         """A reported step had no drafts of these drafters, whoever else made some."""
         if not self.is_probing:
             self.acceptance.fade()
-            self.savings = min(MOST_SAVED, self.savings + INCOME)
+            self._save(INCOME)
         if self._kept is not None:
             self._kept.count_told(STAKE * self.savings)
 
@@ -448,22 +455,26 @@ class AutoPolicy:
     def _take_steps(self, steps: Sequence[tuple[StepOutcome, int, float]]) -> None:
         """Correct the costs and the savings by these steps."""
         every = OBSERVED_EVERY * (self._kept.longer if self._kept is not None else 1)
+        resting = [step for step, num_steps, _ in steps if step.is_plain and num_steps and step.is_typical]
+        self.costs.observe_alike(resting)
         for step, num_steps, num_tokens in steps:
+            if step.is_plain and num_steps:
+                self._num_unobserved = 0
+                self.acceptance.fade()
+                self._save(INCOME * num_steps)
+                continue
             self._num_unobserved += num_steps
             is_rare = step.is_plain or step.is_shadow
             is_due = is_rare or self.savings < ALLOWANCE or self._num_unobserved >= every
             if is_due and step.is_typical and (self.is_lookup or not step.is_last):
                 self._num_unobserved = 0
                 self.costs.observe(step)
-            if step.is_shadow:
-                continue
-            if step.is_plain:
-                gained = INCOME * num_steps
-                if num_steps:
-                    self.acceptance.fade()
-            else:
-                gained = num_steps * (num_tokens / step.num_requests - self._longer(step))
-            self.savings = min(MOST_SAVED, max(0.0, self.savings + gained))
+            if not is_rare:
+                self._save(num_steps * (num_tokens / step.num_requests - self._longer(step)))
+
+    def _save(self, gained: float) -> None:
+        """Count so many plain steps as gained, or lost."""
+        self.savings = min(MOST_SAVED, max(0.0, self.savings + gained))
 
     def _longer(self, step: StepOutcome) -> float:
         """Plain steps that a step of this size takes, cached while the choice is kept. By the cost model, not this

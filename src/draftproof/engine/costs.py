@@ -6,11 +6,13 @@ R requests.
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from draftproof.engine.pace import Pace
@@ -29,6 +31,7 @@ ROW_SIZES = (*range(1, 17), *range(18, 33, 2), *range(36, MAX_GRAPH_ROWS + 1, 4)
 GUESSED_DRAFT = 1e-4  # seconds per request of a drafter that was not measured yet
 DRAFT_RATE = 0.1  # weight of a new step in the average of such a drafter's seconds per request
 UNKNOWN = Pace()  # where no step was observed yet
+ALIKE_TOGETHER = 3  # steps of which one corrects the costs where they are alike
 GUESSED_TARGET = 1e-3  # seconds of a pass if nothing was measured: only ratios matter
 
 
@@ -304,7 +307,19 @@ class StepCosts:
         self._last = about_as_many
         measured = self._measured(*size, step.context)
         found = math.log(step.seconds / measured)
-        self._paces[about_as_many].observe(kind, found, self._doublings(*size[:2]))
+        doublings = self._doublings(*size[:2])
+        # else whether drafts that were asked for came is the drafter's doing
+        is_alternative = self.is_padded or step.is_plain
+        self._paces[about_as_many].observe(kind, found, doublings, is_alternative=is_alternative)
+
+    def observe_alike(self, steps: Sequence[StepOutcome]) -> None:
+        """Correct the costs by steps without drafts that were reported together: they differ but by disturbances. One
+        in `ALIKE_TOGETHER` is taken, of those of as many requests, the median."""
+        for _, alike in itertools.groupby(steps, key=attrgetter("num_requests")):
+            each = list(alike)
+            for start in range(0, len(each), ALIKE_TOGETHER):
+                few = sorted(each[start : start + ALIKE_TOGETHER], key=attrgetter("seconds"))
+                self.observe(few[len(few) // 2])
 
     def observe_prompt(self, num_rows: int, draft_seconds: float) -> None:
         """Note that the drafter took `draft_seconds` for `num_rows` rows, most of them of prompts."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from draftproof.engine.draft_choice import DraftChoice
 from draftproof.engine.interface import RowPrice
+from draftproof.engine.own_number import OwnNumber
 from draftproof.engine.probes import PROBED_STEPS
 from draftproof.engine.progress import Progress
 
@@ -16,13 +16,12 @@ from draftproof.engine.progress import Progress
 # drafts, while the savings allow it: `ROUNDS_KEPT` steps. Without drafts: `TOLD_KEPT` reported steps, of which there is
 # one in `PLAIN_EVERY`, since they are alike. If choosing would then take more than `CHOOSING_SHARE` of the time, up to
 # `MOST_KEPT` times as long; the first choice for these requests, if it took twice that, up to `FIRST_KEPT` times,
-# unless it is but a limit (`AutoPolicy.is_cut`) and the savings last. Then it may go on for as long again, or be passed
-# on to new requests.
+# unless it is but a limit (`AutoPolicy.is_cut`) and the savings last. Then it may go on for as long again, if it has an
+# `OwnNumber`, or be passed on to new requests.
 ROUNDS_KEPT, TOLD_KEPT = 8, 3
 PLAIN_EVERY = 8
 MOST_KEPT, FIRST_KEPT = 16, 2
 LEAST_LEFT = 0.5  # share of the requests that a choice was made for, with which it is still kept
-USUAL = 2.0  # standard deviations from what is expected of a choice, with which it is kept longer
 
 
 @dataclass(slots=True)
@@ -48,26 +47,30 @@ class Kept:
     num_steps: int = 0
     num_told: int = 0  # steps reported by `finished`
     is_over: bool = False
-    num_rounds: int = 0  # verified ones of its requests
-    num_accepted: int = 0  # drafts in those
+    own: OwnNumber | None = None  # for a request that is alone, if its drafts are verified one by one
     _num_more: int = 0  # steps for which it is kept beyond the first `ROUNDS_KEPT * longer`
 
     @property
-    def is_usual(self) -> bool:
-        """Whether its request, if it is alone, had about as many drafts accepted as was expected. A round's number
-        varies about as if all were equally likely. Example: 1.4 of three drafts expected, and 16 rounds: from 0.8 to
-        2.0."""
-        if self.num_made > 1 or not self.num_rounds:
-            return False
-        ((its_class, most),) = self.choice.num_drafts.items()
-        expected = (self.choice.tokens - 1.0) / its_class.share  # in a round with drafts
-        deviation = math.sqrt(most * (most + 2) / 12 / self.num_rounds)
-        return abs(self.num_accepted / self.num_rounds - expected) <= USUAL * deviation
+    def worst(self) -> float:
+        """What a step loses if no draft is accepted, in plain steps."""
+        return self.own.worst if self.own is not None else self.choice.worst
+
+    def count_round(self, num_drafted: int, num_accepted: int) -> None:
+        """Count what has become of its request's drafts, and give it as many as suits that."""
+        if self.own is None:
+            return
+        number = self.own.after(num_drafted, num_accepted)
+        if number:
+            self.num_drafts = [number]
+        else:
+            self.own, self.is_over = None, True
 
     def pass_on(self, asked: list[Progress]) -> None:
         """Be kept for these requests, as long as for the first, instead of ones that have ended."""
         self.asked, self.price = asked, None
-        self.num_rounds = self.num_accepted = 0
+        if self.own is not None:
+            self.own.restart()
+            self.num_drafts = list(self.choice.num_drafts.values())
         self.longer_by_size.clear()
         self._num_more = self.num_steps
 

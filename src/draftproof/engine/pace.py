@@ -22,8 +22,7 @@ UNKNOWN_GROWTH = 0.06  # prior of the correction for each doubling of the rows
 FIRST_NOISE, LEAST_NOISE = 0.1, 0.02  # noise of a step: at the start, and at least
 NOISE_RATE = 0.05  # weight of a new step in the noise estimate
 SURPRISE = 2.0  # standard deviations at which a step's deviation is clipped
-REMEMBERED = 0.99  # decay of a correction per step of another kind, so that what seemed slow is tried again
-
+REMEMBERED = 0.99  # decay of a correction that waits, per step: so that what seemed slow is tried again
 
 GROWTH = -1  # the kind under which the correction for each doubling of the rows is kept
 
@@ -56,10 +55,16 @@ class Pace:
         """The prior for another group of steps on the same machine."""
         return Pace([self.means[0]], [[self.covariances[0][0] + UNKNOWN_KIND**2]], self.noise)
 
-    def observe(self, kind: int, found: float, doublings: float = 0.0) -> None:
-        """A step of this kind took exp(`found`) times as long as the profile says."""
+    def observe(
+        self, kind: int, found: float, doublings: float = 0.0, *, is_alternative: bool = True
+    ) -> None:
+        """A step of this kind took exp(`found`) times as long as the profile says. `is_alternative`: it was chosen
+        instead of one of another kind, whose corrections decay, since they may keep those from being chosen. Else they
+        are kept: a kind that comes by chance, now and then, would seem slow each time, and with it the machine."""
         weights = self._weights(kind, doublings)
-        self._wait(weights)
+        self.covariances[0][0] += DRIFT**2
+        if is_alternative:
+            self._wait(weights)
         means, covariances = self.means, self.covariances
         with_found = [sum(map(mul, weights, row)) for row in covariances]
         explained = sum(map(mul, weights, with_found))
@@ -94,8 +99,7 @@ class Pace:
         return place
 
     def _wait(self, weights: Sequence[float]) -> None:
-        """The prediction step: the pace drifts, and corrections that a step with these `weights` lacks decay."""
-        self.covariances[0][0] += DRIFT**2
+        """Have corrections decay that a step with these `weights` lacks."""
         for kind, place in self._places.items():
             if weights[place]:
                 continue

@@ -1,0 +1,118 @@
+"""`OwnNumber`: the number of drafts of a request alone follows the drafts that were accepted lately."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from draftproof.engine.acceptance import Acceptance, RequestClass
+from draftproof.engine.costs import Curve, StepCosts
+from draftproof.engine.draft_choice import WORTH_GOING_ON, Chooser
+from draftproof.engine.own_number import LEFT, WEIGHT, OwnNumber
+
+LEVELS = (0, 1, 2, 3, 5)
+CONTEXT = 100
+
+
+def chooser(rate: float, each: float = 0.15) -> Chooser:
+    """A drafter of which each draft is accepted at this rate and takes `each` plain steps."""
+    costs = StepCosts(LEVELS, target=Curve({1: 1.0, 6: 1.0}))
+    for level in LEVELS[1:]:
+        costs.draft.set(1, level, each * level)
+    return Chooser(costs, Acceptance(LEVELS[-1], rate, prior_weight=1e9))
+
+
+def own(rate: float, each: float = 0.15, most_seconds: float = math.inf, odds: int = 0) -> OwnNumber:
+    its = chooser(rate, each)
+    choice = its.best({RequestClass(odds): 1}, context=CONTEXT, worth=0.0)
+    assert choice.num_drafts
+    return OwnNumber(its, choice, CONTEXT, most_seconds)
+
+
+def best_for(rate: float, each: float = 0.15) -> int:
+    """By brute force."""
+    speeds = {k: (1 + sum(rate**j for j in range(1, k + 1))) / (1 + each * k) for k in LEVELS[1:]}
+    return max(speeds, key=speeds.__getitem__)
+
+
+@pytest.mark.parametrize("rate", [0.5, 0.65, 0.8, 0.9])
+def test_as_expected_it_is_the_best_number(rate: float) -> None:
+    its = own(rate)
+    ((_, most),) = its.choice.num_drafts.items()
+    survival = [rate**j for j in range(1, most + 1)]
+    expected = sum(survival) / (1 + sum(survival[:-1]))
+    assert its._expected_rate() == pytest.approx(expected) == pytest.approx(rate)
+    # as many hits and misses as are expected change nothing
+    its._rate, its._hits = expected, 10 * expected
+    its._misses = (10 * (1 - expected) - 1) / LEFT
+    its._hits /= LEFT
+    assert its.after(most, 0) == best_for(rate)
+
+
+def test_it_follows_what_is_accepted_up_and_down() -> None:
+    its = own(0.7)
+    first = its.after(3, 2)
+    up = [its.after(5, 5) for _ in range(20)]
+    down = [its.after(number, 0) for number in [5] * 40]
+    assert up[-1] == 5 > first and sorted(up) == up
+    assert down[-1] in (0, 1) and sorted(down, reverse=True) == down and down[0] > 1, "one miss is no proof"
+    assert [its.after(5, 5) for _ in range(30)][-1] == 5, "what is long past is forgotten"
+
+
+def test_drafts_that_no_longer_pay_are_told() -> None:
+    """Where plain decoding would be faster, by more than is put up with."""
+    its = own(0.7, each=0.5)
+    numbers = [its.after(3, 0) for _ in range(30)]
+    assert numbers[0] and not numbers[-1] and its.is_worse
+    likely = WEIGHT * its._rate / (WEIGHT + its._hits + its._misses)
+    assert 1 + likely < WORTH_GOING_ON * 1.5
+
+
+def test_no_step_is_longer_than_the_savings_allow() -> None:
+    its = own(0.7, most_seconds=1.0 + 0.15 * 3)
+    numbers = {its.after(3, 3) for _ in range(30)}
+    assert max(numbers) == 3
+    assert its.worst == pytest.approx(0.45), "and what a step may lose is known"
+    free = own(0.7)
+    before = free.worst
+    assert max(free.after(3, 3) for _ in range(30)) == 5
+    assert free.worst == pytest.approx(0.75) and before < 0.7
+
+
+def test_another_request_begins_anew() -> None:
+    its = own(0.7)
+    first = its.after(3, 0)
+    for _ in range(20):
+        its.after(3, 0)
+    assert its.is_worse
+    its.restart()
+    assert not its.is_worse
+    assert its.after(3, 0) == first
+
+
+def test_it_begins_at_the_odds_of_the_request() -> None:
+    worse, better = own(0.7, odds=-2), own(0.7, odds=2)
+    assert worse._expected_rate() < own(0.7)._expected_rate() < better._expected_rate()
+    assert worse.after(1, 1) < better.after(1, 1)
+
+
+@pytest.mark.parametrize("rate", [0.4, 0.6, 0.8, 0.9])
+def test_where_all_drafts_are_as_likely_little_is_lost(rate: float) -> None:
+    rng, its = random.Random(0), own(rate)
+    seconds = {k: 1 + 0.15 * k for k in LEVELS}
+
+    def speed(number_after: object) -> float:
+        number, num_tokens, taken = 2, 0, 0.0
+        for _ in range(4000):
+            hits = 0
+            while hits < number and rng.random() < rate:
+                hits += 1
+            num_tokens += 1 + hits
+            taken += seconds[number]
+            number = number_after(number, hits) or 1  # type: ignore[operator]
+        return num_tokens / taken
+
+    best = best_for(rate)
+    assert speed(its.after) > 0.975 * speed(lambda number, hits: best)
