@@ -10,7 +10,7 @@ import pytest
 from draftproof.engine.acceptance import Acceptance, RequestClass
 from draftproof.engine.costs import Curve, StepCosts
 from draftproof.engine.draft_choice import WORTH_GOING_ON, Chooser
-from draftproof.engine.own_number import LEFT, WEIGHT, OwnNumber
+from draftproof.engine.own_number import LEFT, OwnNumber, Persistence
 
 LEVELS = (0, 1, 2, 3, 5)
 CONTEXT = 100
@@ -28,7 +28,7 @@ def own(rate: float, each: float = 0.15, most_seconds: float = math.inf, odds: i
     its = chooser(rate, each)
     choice = its.best({RequestClass(odds): 1}, context=CONTEXT, worth=0.0)
     assert choice.num_drafts
-    return OwnNumber(its, choice, CONTEXT, most_seconds)
+    return OwnNumber(its, choice, Persistence(), CONTEXT, most_seconds)
 
 
 def best_for(rate: float, each: float = 0.15) -> int:
@@ -45,9 +45,7 @@ def test_as_expected_it_is_the_best_number(rate: float) -> None:
     expected = sum(survival) / (1 + sum(survival[:-1]))
     assert its._expected_rate() == pytest.approx(expected) == pytest.approx(rate)
     # as many hits and misses as are expected change nothing
-    its._rate, its._hits = expected, 10 * expected
-    its._misses = (10 * (1 - expected) - 1) / LEFT
-    its._hits /= LEFT
+    its._hits, its._seen = 10 * expected / LEFT, (10 - 1) / LEFT
     assert its.after(most, 0) == best_for(rate)
 
 
@@ -66,8 +64,8 @@ def test_drafts_that_no_longer_pay_are_told() -> None:
     its = own(0.7, each=0.5)
     numbers = [its.after(3, 0) for _ in range(30)]
     assert numbers[0] and not numbers[-1] and its.is_worse
-    likely = WEIGHT * its._rate / (WEIGHT + its._hits + its._misses)
-    assert 1 + likely < WORTH_GOING_ON * 1.5
+    likely = its._rate + its.persistence.slope * its._shift
+    assert its.persistence.slope > 0.9 and 1 + likely < WORTH_GOING_ON * 1.5
 
 
 def test_no_step_is_longer_than_the_savings_allow() -> None:
@@ -98,21 +96,31 @@ def test_it_begins_at_the_odds_of_the_request() -> None:
     assert worse.after(1, 1) < better.after(1, 1)
 
 
+def speed(its: OwnNumber | None, rates: list[float], number: int = 2) -> float:
+    """Tokens for each plain step, with a rate of acceptance for each token of an output."""
+    rng, num_tokens, taken = random.Random(0), 0, 0.0
+    while num_tokens < len(rates):
+        hits, rate = 0, rates[num_tokens]
+        while hits < number and rng.random() < rate:
+            hits += 1
+        num_tokens += 1 + hits
+        taken += 1 + 0.15 * number
+        if its is not None:
+            number = its.after(number, hits) or 1
+    return num_tokens / taken
+
+
 @pytest.mark.parametrize("rate", [0.4, 0.6, 0.8, 0.9])
-def test_where_all_drafts_are_as_likely_little_is_lost(rate: float) -> None:
-    rng, its = random.Random(0), own(rate)
-    seconds = {k: 1 + 0.15 * k for k in LEVELS}
+def test_where_all_drafts_are_as_likely_it_follows_no_chance(rate: float) -> None:
+    its, rates = own(rate), [rate] * 8000
+    speed(its, rates)
+    assert its.persistence.slope < 0.3
+    assert speed(its, rates) > 0.995 * speed(None, rates, best_for(rate))
 
-    def speed(number_after: object) -> float:
-        number, num_tokens, taken = 2, 0, 0.0
-        for _ in range(4000):
-            hits = 0
-            while hits < number and rng.random() < rate:
-                hits += 1
-            num_tokens += 1 + hits
-            taken += seconds[number]
-            number = number_after(number, hits) or 1  # type: ignore[operator]
-        return num_tokens / taken
 
-    best = best_for(rate)
-    assert speed(its.after) > 0.975 * speed(lambda number, hits: best)
+def test_where_acceptance_persists_it_gains_over_each_fixed_number() -> None:
+    """A hundred tokens at 0.9, and a hundred at 0.3."""
+    rates, its = ([0.9] * 100 + [0.3] * 100) * 40, own(0.6)
+    speed(its, rates)
+    assert its.persistence.slope > 0.9
+    assert speed(its, rates) > 1.03 * max(speed(None, rates, number) for number in LEVELS[1:])
