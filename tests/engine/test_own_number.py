@@ -7,10 +7,10 @@ import random
 
 import pytest
 
-from draftproof.engine.acceptance import Acceptance, RequestClass
+from draftproof.engine.acceptance import Acceptance, AcceptanceRecord, RequestClass
 from draftproof.engine.costs import Curve, StepCosts
 from draftproof.engine.draft_choice import WORTH_GOING_ON, Chooser
-from draftproof.engine.own_number import LEFT, OwnNumber, Persistence
+from draftproof.engine.own_number import LEFT, WEIGHT, OwnNumber
 
 LEVELS = (0, 1, 2, 3, 5)
 CONTEXT = 100
@@ -28,7 +28,7 @@ def own(rate: float, each: float = 0.15, most_seconds: float = math.inf, odds: i
     its = chooser(rate, each)
     choice = its.best({RequestClass(odds): 1}, context=CONTEXT, worth=0.0)
     assert choice.num_drafts
-    return OwnNumber(its, choice, Persistence(), CONTEXT, most_seconds)
+    return OwnNumber(its, choice, CONTEXT, most_seconds)
 
 
 def best_for(rate: float, each: float = 0.15) -> int:
@@ -64,8 +64,8 @@ def test_drafts_that_no_longer_pay_are_told() -> None:
     its = own(0.7, each=0.5)
     numbers = [its.after(3, 0) for _ in range(30)]
     assert numbers[0] and not numbers[-1] and its.is_worse
-    likely = its._rate + its.persistence.slope * its._shift
-    assert its.persistence.slope > 0.9 and 1 + likely < WORTH_GOING_ON * 1.5
+    likely = WEIGHT * its._rate / (WEIGHT + its._seen)
+    assert 1 + likely < WORTH_GOING_ON * 1.5
 
 
 def test_no_step_is_longer_than_the_savings_allow() -> None:
@@ -98,7 +98,7 @@ def test_it_begins_at_the_odds_of_the_request() -> None:
 
 def speed(its: OwnNumber | None, rates: list[float], number: int = 2) -> float:
     """Tokens for each plain step, with a rate of acceptance for each token of an output."""
-    rng, num_tokens, taken = random.Random(0), 0, 0.0
+    rng, num_tokens, taken, record = random.Random(0), 0, 0.0, AcceptanceRecord(last_asked=5, last_given=5)
     while num_tokens < len(rates):
         hits, rate = 0, rates[num_tokens]
         while hits < number and rng.random() < rate:
@@ -106,6 +106,7 @@ def speed(its: OwnNumber | None, rates: list[float], number: int = 2) -> float:
         num_tokens += 1 + hits
         taken += 1 + 0.15 * number
         if its is not None:
+            its.chooser.acceptance.count(record, number, hits)
             number = its.after(number, hits) or 1
     return num_tokens / taken
 
@@ -114,7 +115,7 @@ def speed(its: OwnNumber | None, rates: list[float], number: int = 2) -> float:
 def test_where_all_drafts_are_as_likely_it_follows_no_chance(rate: float) -> None:
     its, rates = own(rate), [rate] * 8000
     speed(its, rates)
-    assert its.persistence.slope < 0.3
+    assert its.chooser.acceptance.persistence.slope < 0.3
     assert speed(its, rates) > 0.995 * speed(None, rates, best_for(rate))
 
 
@@ -122,5 +123,5 @@ def test_where_acceptance_persists_it_gains_over_each_fixed_number() -> None:
     """A hundred tokens at 0.9, and a hundred at 0.3."""
     rates, its = ([0.9] * 100 + [0.3] * 100) * 40, own(0.6)
     speed(its, rates)
-    assert its.persistence.slope > 0.9
+    assert its.chooser.acceptance.persistence.slope > 0.8
     assert speed(its, rates) > 1.03 * max(speed(None, rates, number) for number in LEVELS[1:])

@@ -1160,6 +1160,12 @@ def test_of_plain_steps_that_are_reported_together_the_median_corrects_the_costs
     before = its.savings
     its._settle()
     assert seen == [(1, 2.0), (1, 4.0), (2, 3.0)]
+    seen.clear()
+    for seconds in (3.0, 1.0, 2.0):
+        its.finished(StepOutcome(1, 1, 0, 1, 0, seconds))
+    its._settle()
+    assert seen == [(1, 3.0), (1, 1.0), (1, 2.0)], "where there are few all count"
+    its.savings = before + 6 * INCOME
     assert its.savings == pytest.approx(before + 6 * INCOME), "all of them count as steps without drafts"
 
 

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from draftproof.engine.persistence import Persistence
 from draftproof.engine.shadows import Comparison
 
 # "pool": the counts over all requests; "own": those of one request
@@ -80,11 +81,17 @@ class AcceptanceRecord:
     last_given: int = 0
     ratio: float = 1.0
 
-    def odds(self) -> int:
-        """The request's odds of acceptance relative to the pool's, as an exponent of `ODDS_STEP`."""
+    @property
+    def shift(self) -> float:
+        """How many more of its drafts were accepted than the pool's estimates say, of each that was looked at."""
+        return (self.hits - self.expected_hits) / (self.hits + self.misses + OWN_WEIGHT)
+
+    def odds(self, slope: float = 1.0) -> int:
+        """The request's odds of acceptance relative to the pool's, as an exponent of `ODDS_STEP`. `slope`: see
+        `Persistence`."""
         better = (self.hits + OWN_WEIGHT) / (self.expected_hits + OWN_WEIGHT)
         ratio = better * (self.expected_misses + OWN_WEIGHT) / (self.misses + OWN_WEIGHT)
-        return round(math.log(ratio) / math.log(ODDS_STEP))
+        return round(slope * math.log(ratio) / math.log(ODDS_STEP))
 
     def fade(self, num_rounds: int = 1) -> None:
         """Reduce the weight of the past by `num_rounds` rounds without drafts."""
@@ -194,6 +201,7 @@ class Acceptance:
     accepted: Chances = field(init=False)
     given: Chances = field(init=False)
     followed: Chances = field(init=False)
+    persistence: Persistence = field(default_factory=Persistence)
     _kept: float = field(init=False)  # weight that the past keeps with each round of any request
     _survivals: dict[int, list[float]] = field(default_factory=dict)
 
@@ -226,7 +234,7 @@ class Acceptance:
     def class_of(self, record: AcceptanceRecord) -> RequestClass:
         """The class of a request."""
         share = (record.given + OWN_WEIGHT * self.share) / (record.asked + OWN_WEIGHT)
-        odds = record.odds()
+        odds = record.odds(self.persistence.slope)
         record.ratio = ODDS_STEP**odds
         return RequestClass(odds, _rarity(share))
 
@@ -261,12 +269,13 @@ class Acceptance:
         """Count what has become of a request's drafts; those before `found.num_before` are counted already."""
         first, num_hits = found.num_before, found.num_accepted
         num_tried = num_hits + found.is_rejected
-        pool = self.accepted.last
+        num_expected = sum(self.accepted.last[first:num_tried])
+        num_seen = num_tried - first
+        self.persistence.count(record.shift, num_hits - first - num_expected, num_seen)
         if not first:
             record.remember(OWN_MEMORY)
-        for chance in pool[first:num_tried]:
-            record.expected_hits += chance
-            record.expected_misses += 1.0 - chance
+        record.expected_hits += num_expected
+        record.expected_misses += num_seen - num_expected
         record.hits += num_hits - first
         record.misses += float(found.is_rejected)
         if not first:

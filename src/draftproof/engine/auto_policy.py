@@ -23,7 +23,7 @@ from draftproof.engine.kept_choice import (
     Kept,
     ReadyChoice,
 )
-from draftproof.engine.own_number import OwnNumber, Persistence
+from draftproof.engine.own_number import OwnNumber
 from draftproof.engine.policy import Parts
 from draftproof.engine.probes import NUM_SETTLING, Probes
 from draftproof.engine.progress import Progress
@@ -85,7 +85,6 @@ class AutoPolicy:
     savings: float = ALLOWANCE
     chooser: Chooser = field(init=False)
     _probes: Probes = field(init=False)
-    _persistence: Persistence = field(default_factory=Persistence)
     _length: float = 0.0  # mean tokens of a request in the last step
     _kept: Kept | None = None
     _ready: ReadyChoice | None = None
@@ -283,7 +282,7 @@ class AutoPolicy:
         if may_wait and num_made == 1 and not self.is_lookup and classes[0].share == 1.0:
             lost = (self.savings - ALLOWANCE) / (ROUNDS_KEPT * longer)  # what a step may lose, in plain steps
             most_seconds = max(choice.seconds, (1.0 + lost) * choice.plain_seconds)
-            kept.own = OwnNumber(self.chooser, choice, self._persistence, len(asked[0].tokens), most_seconds)
+            kept.own = OwnNumber(self.chooser, choice, len(asked[0].tokens), most_seconds)
         return kept
 
     def _report(self, take: Callable[..., None], *given: Any) -> None:

@@ -313,12 +313,13 @@ class StepCosts:
         self._paces[about_as_many].observe(kind, found, doublings, is_alternative=is_alternative)
 
     def observe_alike(self, steps: Sequence[StepOutcome]) -> None:
-        """Correct the costs by steps without drafts that were reported together: they differ but by disturbances. One
-        in `ALIKE_TOGETHER` is taken, of those of as many requests, the median."""
+        """Correct the costs by steps without drafts that were reported together: they differ but by disturbances. A few
+        are all taken; of more, those of as many requests, one in `ALIKE_TOGETHER`, the median."""
+        size = ALIKE_TOGETHER if len(steps) > ALIKE_TOGETHER else 1
         for _, alike in itertools.groupby(steps, key=attrgetter("num_requests")):
             each = list(alike)
-            for start in range(0, len(each), ALIKE_TOGETHER):
-                few = sorted(each[start : start + ALIKE_TOGETHER], key=attrgetter("seconds"))
+            for start in range(0, len(each), size):
+                few = sorted(each[start : start + size], key=attrgetter("seconds"))
                 self.observe(few[len(few) // 2])
 
     def observe_prompt(self, num_rows: int, draft_seconds: float) -> None:

@@ -10,30 +10,7 @@ from draftproof.engine.draft_choice import WORTH_GOING_ON, Chooser, DraftChoice
 
 LEFT = 0.9  # weight that earlier rounds keep with each new one
 WEIGHT = 9.0  # of what the choice expects of a draft that is looked at, in drafts
-# Of the rounds that tell how long acceptance persists: what earlier ones keep with each new one, and the weight of the
-# first guess. A round adds 0.01 to 0.02 to it.
-PERSISTENCE_LEFT, PERSISTENCE_WEIGHT = 0.999, 1.0
-MOST_PERSISTENT = 1.5
 LEAST_RATE = 0.01  # share of accepted drafts, and of rejected ones
-
-
-@dataclass(slots=True)
-class Persistence:
-    """How far the drafts that were accepted lately tell of the next ones: a line through what a round had more than was
-    expected, over what those before had. In recordings of EAGLE-3, MTP and a draft model its slope is 0.9 to 1.3; where
-    each draft is as likely as any other it is 0, and to follow chance would lose 0.6 %."""
-
-    _together: float = PERSISTENCE_WEIGHT  # at first a slope of 1
-    _square: float = PERSISTENCE_WEIGHT
-
-    @property
-    def slope(self) -> float:
-        return min(max(self._together / self._square, 0.0), MOST_PERSISTENT)
-
-    def count(self, shift: float, num_more: float, num_seen: int) -> None:
-        """Count a round: of `num_seen` drafts `num_more` more were accepted than expected, after `shift` more of each."""
-        self._together = PERSISTENCE_LEFT * self._together + shift * num_more
-        self._square = PERSISTENCE_LEFT * self._square + shift * shift * num_seen
 
 
 @dataclass(slots=True)
@@ -48,7 +25,6 @@ class OwnNumber:
 
     chooser: Chooser
     choice: DraftChoice
-    persistence: Persistence
     context: int  # tokens of the request
     most_seconds: float
     worst: float = field(init=False)
@@ -57,7 +33,6 @@ class OwnNumber:
     _rate: float = 0.0  # expected share of the looked-at drafts that are accepted; 0: not worked out
     _hits: float = 0.0  # drafts that were accepted, weighted
     _seen: float = 0.0  # drafts that were looked at
-    _shift: float = 0.0  # by how much the share of accepted ones was higher than expected, shrunk
     _seconds: list[tuple[int, float]] = field(default_factory=list)  # (number of drafts, seconds of a step)
     _numbers: dict[int, int] = field(default_factory=dict)  # by odds, as in `RequestClass`
 
@@ -67,18 +42,18 @@ class OwnNumber:
 
     def restart(self) -> None:
         """Forget the rounds: it is for another request of this class from now on."""
-        self._hits = self._seen = self._shift = 0.0
+        self._hits = self._seen = 0.0
         self.is_worse = False
 
     def after(self, num_drafted: int, num_accepted: int) -> int:
         """The number of drafts after such a round; 0: drafts no longer pay."""
         rate = self._rate = self._rate or self._expected_rate()
         num_seen = num_accepted + (num_accepted < num_drafted)
-        self.persistence.count(self._shift, num_accepted - rate * num_seen, num_seen)
         self._hits = LEFT * self._hits + num_accepted
         self._seen = LEFT * self._seen + num_seen
-        self._shift = (self._hits - rate * self._seen) / (self._seen + WEIGHT)
-        found = min(max(rate + self.persistence.slope * self._shift, LEAST_RATE), 1.0 - LEAST_RATE)
+        shift = (self._hits - rate * self._seen) / (self._seen + WEIGHT)
+        slope = self.chooser.acceptance.persistence.slope
+        found = min(max(rate + slope * shift, LEAST_RATE), 1.0 - LEAST_RATE)
         better = found / (1.0 - found) * (1.0 - rate) / rate
         self.is_worse = better < 0.5
         odds = self._odds + round(math.log(better) / math.log(ODDS_STEP))
