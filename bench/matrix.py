@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import queue
@@ -85,7 +86,7 @@ def rows(name: str, num_jobs: int, program: str, only: str = "") -> list[dict[st
     """The rows of all cells, `num_jobs` processes at a time, each on two cores of its own. `only`: of processes in
     whose names this regular expression is found. Cells that fail are measured again, which replaces their first row."""
     assert name in NAMES
-    mine = _apart(os.sched_getaffinity(0))
+    mine = _apart(os.sched_getaffinity(0), num_jobs * CORES_EACH)
     free: queue.Queue[set[int]] = queue.Queue()
     for number in range(num_jobs):
         cores = set(mine[number * CORES_EACH : (number + 1) * CORES_EACH])
@@ -114,16 +115,19 @@ def rows(name: str, num_jobs: int, program: str, only: str = "") -> list[dict[st
     return [replaced.get(id(row), row) for row in first]
 
 
-def _apart(cores: Iterable[int]) -> list[int]:
-    """These cores, so that those that share a processor's core with one before come last. Example: 0 and 1 share one, 2
-    and 3 another: 0, 2, 1, 3."""
-
-    def place(core: int) -> tuple[int, int]:
+def _apart(cores: Iterable[int], num_needed: int) -> list[int]:
+    """These cores, in an order in which each of the first `num_needed` is a processor's core of its own, if there are
+    so many; else those that share one are neighbours. Example: 0 and 1 share one, 2 and 3 another: 0, 2, 1, 3 for two
+    of them."""
+    shared: dict[str, list[int]] = {}
+    for core in sorted(cores):
         file = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")
-        together = re.split("[,-]", file.read_text().strip()) if file.is_file() else [str(core)]
-        return int(core != int(together[0])), core
-
-    return sorted(cores, key=place)
+        name = file.read_text().strip() if file.is_file() else str(core)
+        shared.setdefault(name, []).append(core)
+    if len(shared) < num_needed:
+        return [core for together in shared.values() for core in together]
+    threads = itertools.zip_longest(*shared.values())
+    return [core for some in threads for core in some if core is not None]
 
 
 def _again(arguments: Sequence[str], row: dict[str, Any]) -> list[str]:

@@ -726,6 +726,76 @@ def test_no_choice_is_kept_for_as_long_again(changed: str) -> None:
     assert not its._goes_on(kept)
 
 
+@pytest.mark.parametrize("changed", ["", "two", "lookup", "less", "padded", "savings"])
+def test_whose_number_of_drafts_follows_the_last_rounds(changed: str) -> None:
+    """A request's that is alone, of a drafter whose drafts are verified and that always has all."""
+    its = policy(0.8, row=0.02, step=0.1, buckets=(1, 2) if changed == "padded" else ())
+    its.savings, its.is_lookup = (4.0 if changed == "savings" else MOST_SAVED), changed == "lookup"
+    requests = [request(4, number) for number in range(2)]
+    asked = requests if changed == "two" else requests[:1]
+    if changed == "less":
+        its.proposed(requests[1], 8, 7)
+    if changed == "savings":
+        its.savings = ALLOWANCE
+    its.choose(asked, 0)
+    assert any(its._kept.num_drafts) and (its._kept.own is not None) == (not changed)
+
+
+def test_the_number_of_drafts_follows_the_last_rounds_until_drafts_no_longer_pay() -> None:
+    its, one = policy(0.7, row=0.02, step=0.5), request(4)
+    its.savings, its._choosing_seconds = MOST_SAVED, 1e3
+    (first,) = its.choose([one], 0)
+    kept, found = its._kept, []
+    assert kept.own is not None
+    while its._kept is kept and not kept.is_over:
+        found += its.choose([one], 0)
+        its.verified(one, found[-1], 0)
+    assert found[0] == first >= found[-1] and kept.own is None and len(found) < ROUNDS_KEPT * kept.longer
+
+
+def test_a_choice_that_goes_on_knows_what_the_savings_now_allow() -> None:
+    its, one = kept_longer()
+    kept = used_up(its, one, its._kept.choice.tokens - 1)
+    before = kept.own.most_seconds
+    its.savings = ALLOWANCE + 1.1 * ROUNDS_KEPT * kept.longer * kept.worst
+    one.tokens += [0] * 50
+    assert its._goes_on(kept)
+    assert kept.own.most_seconds < before and kept.own.context == len(one.tokens)
+    most = max(kept.own.after(8, 8) for _ in range(50))
+    assert kept.own.worst * ROUNDS_KEPT * kept.longer <= its.savings - ALLOWANCE + 1e-9, most
+
+
+def test_a_number_that_follows_a_request_begins_anew_with_the_next() -> None:
+    its, requests = policy(0.8, row=0.02, step=0.1), [request(4, number) for number in range(2)]
+    its.savings, its._num_taken = MOST_SAVED, MOST_NEW
+    its._make_ready(1)
+    first = its.choose(requests[:1], 0)
+    kept = its._kept
+    for _ in range(ROUNDS_KEPT - 2):
+        its.verified(requests[0], 8, 0)
+        its.choose(requests[:1], 0)
+    assert its._kept is kept and kept.num_drafts < first
+    assert its.choose(requests[1:], 0) == first and its._kept is kept and not kept.own.is_worse
+
+
+def test_a_choice_without_drafts_is_passed_on_for_as_long_as_at_first() -> None:
+    """And what is known of the next request fades by its own steps alone."""
+    its, requests = policy(0.02), [request(4, number) for number in range(3)]
+    its.savings, its.is_lookup, its._num_taken = 10.0, True, 1000
+    its.choose(requests[:1], 0)
+    kept = its._kept
+    for _ in range(2):
+        its.finished(plain_step(1.0))
+        its.choose(requests[:1], 0)
+    its.choose(requests[1:2], 0)
+    assert its._kept is kept and kept.num_told == 0 and not any(kept.num_drafts)
+    its.choose(requests[1:2], 0)
+    requests[1].records[0].hits = 1.0
+    its._settle()
+    its._let_go()
+    assert requests[1].records[0].hits == pytest.approx(OWN_FADING**2)
+
+
 @pytest.mark.parametrize("is_cut, savings", [(True, MOST_SAVED), (False, MOST_SAVED), (True, ALLOWANCE)])
 def test_a_choice_that_is_but_a_limit_is_kept_for_long_from_the_first(is_cut: bool, savings: float) -> None:
     """If it can be afforded."""
@@ -1093,6 +1163,21 @@ def test_requests_that_end_after_a_few_steps_are_probed_too() -> None:
     assert 0 < num_plain <= PROBED_STEPS
 
 
+def test_a_probe_makes_no_drafts_whatever_its_first_step_verifies() -> None:
+    its, one, verifying, num_probed = policy(0.8, row=0.01, step=0.01), request(4), 0, 0
+    its.probes, its.savings = True, MOST_SAVED
+    for _ in range(FIRST_PROBED + 30):
+        (k,) = its.choose([one], 0)
+        if its.is_probing:
+            num_probed += 1
+            assert not k
+        if verifying:
+            its.verified(one, verifying, min(verifying, 3))
+        its.finished(StepOutcome(1, 1 + verifying, k, 1, 0, its.costs.step(1, 1 + verifying, k)))
+        verifying = k
+    assert num_probed == PROBED_STEPS + 1
+
+
 @pytest.mark.parametrize(("plain", "is_believed"), [(1.0, True), (2.0, False), (2.5, False)])
 def test_what_a_step_takes_that_a_head_sees_is_only_a_bound(plain: float, is_believed: bool) -> None:
     """It counts if it is clearly less than the profile says, which is 2.01."""
@@ -1165,8 +1250,7 @@ def test_of_plain_steps_that_are_reported_together_the_median_corrects_the_costs
         its.finished(StepOutcome(1, 1, 0, 1, 0, seconds))
     its._settle()
     assert seen == [(1, 3.0), (1, 1.0), (1, 2.0)], "where there are few all count"
-    its.savings = before + 6 * INCOME
-    assert its.savings == pytest.approx(before + 6 * INCOME), "all of them count as steps without drafts"
+    assert its.savings == pytest.approx(before + 9 * INCOME), "all of them count as steps without drafts"
 
 
 def test_that_nothing_pays_is_believed_for_a_while() -> None:

@@ -250,6 +250,11 @@ class Acceptance:
         """`survival` by the counts of accepted drafts alone, without the prior: low until there are enough."""
         return self._survival(self.accepted.least, odds)
 
+    def chances(self, odds: int) -> list[float]:
+        """The chance that draft 1, 2, ... is accepted, if those before it were, for a request with these odds."""
+        ratio = ODDS_STEP**odds
+        return [_raised(chance, ratio) for chance in self.accepted.estimates]
+
     def _survival(self, chances: Sequence[float], odds: int) -> list[float]:
         found, alive, ratio = [], 1.0, ODDS_STEP**odds
         for chance, follows in zip(chances, self.followed.estimates, strict=True):

@@ -24,6 +24,7 @@ from draftproof.engine.kept_choice import (
     ReadyChoice,
 )
 from draftproof.engine.own_number import OwnNumber
+from draftproof.engine.persistence import Persistence
 from draftproof.engine.policy import Parts
 from draftproof.engine.probes import NUM_SETTLING, Probes
 from draftproof.engine.progress import Progress
@@ -85,6 +86,7 @@ class AutoPolicy:
     savings: float = ALLOWANCE
     chooser: Chooser = field(init=False)
     _probes: Probes = field(init=False)
+    _persistence: Persistence = field(default_factory=Persistence)  # see `OwnNumber`
     _length: float = 0.0  # mean tokens of a request in the last step
     _kept: Kept | None = None
     _ready: ReadyChoice | None = None
@@ -154,7 +156,14 @@ class AutoPolicy:
         if not self._may_go_on(kept):
             return False
         kept.go_on()
+        self._renew(kept)
         return True
+
+    def _renew(self, kept: Kept) -> None:
+        """Let the number of drafts of a choice that goes on depend on what is known now."""
+        if kept.own is not None:
+            most_seconds = self._most_seconds(kept.choice, kept.longer)
+            kept.own.renew(len(kept.asked[0].tokens), most_seconds)
 
     def _passes_on(self, kept: Kept, asked: Sequence[Progress], ready: DraftChoice) -> bool:
         """Whether the choice that was kept for new requests, of which this is what they get, is kept for these ones."""
@@ -168,6 +177,11 @@ class AutoPolicy:
             return False
         return not self._should_probe(kept.choice, len(kept.asked), kept.num_others, kept.num_steps)
 
+    def _most_seconds(self, choice: DraftChoice, longer: int) -> float:
+        """Seconds of a step with drafts that the savings allow, for as long as a choice is kept."""
+        lost = (self.savings - ALLOWANCE) / (ROUNDS_KEPT * longer)  # what a step may lose, in plain steps
+        return max(choice.seconds, (1.0 + lost) * choice.plain_seconds)
+
     def _affordable(self, worst: float) -> float:
         """For how many times `ROUNDS_KEPT` steps the savings last if no draft is accepted and each loses `worst`."""
         return (self.savings - ALLOWANCE) / max(ROUNDS_KEPT * worst, 1e-9)
@@ -180,6 +194,7 @@ class AutoPolicy:
             if ready is not None:  # reports wait for the next choice, which is made while a step runs
                 if before is not None and self._passes_on(before, asked, ready):
                     before.pass_on(asked)
+                    self._renew(before)
                     return before
                 self._settle_steps()
                 self._let_go()
@@ -192,7 +207,7 @@ class AutoPolicy:
         if not kept.is_first and self._should_probe(kept.choice, len(asked), num_others):
             self._probes.start(kept.choice, len(asked))
             num_drafts = [0] * len(asked)
-            return replace(kept, num_drafts=num_drafts, longer=1, may_wait=False, is_probe=True)
+            return replace(kept, num_drafts=num_drafts, longer=1, may_wait=False, is_probe=True, own=None)
         if self.is_lookup:  # nobody asks in advance whether a lookup will draft
             if is_new:
                 self._ready = ReadyChoice(len(asked), kept.choice, self._num_taken)
@@ -245,11 +260,16 @@ class AutoPolicy:
         classes = [self.acceptance.class_of(request.records[self.number]) for request in asked]
         length = sum(len(request.tokens) for request in asked) / len(asked)  # the others' is not known
         context = round(length * (len(asked) + num_others))
-        has_paid = not self.is_lookup and self.savings >= EARNED
-        worth = WORTH_GOING_ON if has_paid else WORTH_IT
-        choice = self.chooser.best(Counter(classes), num_others, context, STAKE * self.savings, worth)
+        stake = STAKE * self.savings
+        choice = self.chooser.best(Counter(classes), num_others, context, stake, self._least_speedup)
         is_first = not _ids(before).issuperset(map(id, asked))
         return self._kept_for(asked, num_others, classes, choice, is_first=is_first)
+
+    @property
+    def _least_speedup(self) -> float:
+        """With which drafts are made for requests that have decoded: a model's that have paid go on."""
+        has_paid = not self.is_lookup and self.savings >= EARNED
+        return WORTH_GOING_ON if has_paid else WORTH_IT
 
     def _kept_for(
         self,
@@ -279,10 +299,15 @@ class AutoPolicy:
         fewest = len(asked) * (1.0 if self.costs.is_padded else LEAST_LEFT)
         num_made = len(asked) + num_others
         kept = Kept(asked, num_others, num_drafts, choice, is_first, longer, may_wait, num_made, fewest)
-        if may_wait and num_made == 1 and not self.is_lookup and classes[0].share == 1.0:
-            lost = (self.savings - ALLOWANCE) / (ROUNDS_KEPT * longer)  # what a step may lose, in plain steps
-            most_seconds = max(choice.seconds, (1.0 + lost) * choice.plain_seconds)
-            kept.own = OwnNumber(self.chooser, choice, len(asked[0].tokens), most_seconds)
+        follows = (
+            may_wait and num_made == 1 and not (self.is_lookup or self._gives_less or self.costs.is_padded)
+        )
+        if follows:
+            most_seconds = self._most_seconds(choice, longer)
+            context = len(asked[0].tokens)
+            kept.own = OwnNumber(
+                self.chooser, choice, self._persistence, context, most_seconds, self._least_speedup
+            )
         return kept
 
     def _report(self, take: Callable[..., None], *given: Any) -> None:
@@ -320,7 +345,7 @@ class AutoPolicy:
         self._probes.count(num_requests, kept.num_steps, has_drafts=bool(kept.choice.num_drafts))
         for request, number in zip(kept.asked, kept.num_drafts, strict=True):
             if not number:
-                request.records[self.number].fade(kept.num_steps)
+                request.records[self.number].fade(kept.num_steps - kept.num_before)
 
     @property
     def _is_known(self) -> bool:
@@ -459,7 +484,8 @@ class AutoPolicy:
         self.costs.observe_alike(resting)
         for step, num_steps, num_tokens in steps:
             if step.is_plain and num_steps:
-                self._num_unobserved = 0
+                if step.is_typical:
+                    self._num_unobserved = 0
                 self.acceptance.fade()
                 self._save(INCOME * num_steps)
                 continue

@@ -320,7 +320,7 @@ class StepCosts:
             each = list(alike)
             for start in range(0, len(each), size):
                 few = sorted(each[start : start + size], key=attrgetter("seconds"))
-                self.observe(few[len(few) // 2])
+                self.observe(few[(len(few) - 1) // 2])
 
     def observe_prompt(self, num_rows: int, draft_seconds: float) -> None:
         """Note that the drafter took `draft_seconds` for `num_rows` rows, most of them of prompts."""

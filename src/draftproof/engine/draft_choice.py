@@ -227,6 +227,17 @@ class Chooser:
             chosen[part.its_class] = part.level
         return DraftChoice(chosen, *best[1:])
 
+    def _tokens(self, share: float, odds: int) -> list[float]:
+        """Expected tokens of a request in a step, by its number of drafts."""
+        accepted = [0.0, *accumulate(self.acceptance.survival(odds))]
+        return [1.0 + share * number for number in accepted]
+
+    def counted_on(self, share: float, odds: int) -> list[float]:
+        """What of `_tokens` is counted on where steps are not padded; see `DOUBTED`."""
+        tokens = self._tokens(share, odds)
+        first = tokens[self.costs.levels[1]]
+        return [min(number, first + (1.0 - DOUBTED) * (number - first)) for number in tokens]
+
     def _parts(self, counts: Iterable[RequestClass]) -> list[Part]:
         """All parts of all classes, those of the highest rank first. A part that ranks higher than the one before it is
         joined to that: the drafts before it are its price."""
@@ -238,10 +249,8 @@ class Chooser:
         found = []
         for its_class in counts:
             share = its_class.share
-            accepted = [0.0, *accumulate(self.acceptance.survival(its_class.odds))]
-            tokens = [1.0 + share * number for number in accepted]  # per step, by number of drafts
-            first = tokens[levels[1]]
-            counted_on = [min(number, first + (1.0 - DOUBTED) * (number - first)) for number in tokens]
+            tokens = self._tokens(share, its_class.odds)
+            counted_on = self.counted_on(share, its_class.odds)
             own: list[Part] = []
             for low, high in pairwise(levels):
                 num_rows = share * (lengths[high] - lengths[low])

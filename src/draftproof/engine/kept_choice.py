@@ -45,9 +45,10 @@ class Kept:
     )  # see `AutoPolicy._longer`
     price: RowPrice | None = None  # see `Policy.price`, once it was asked for
     num_steps: int = 0
+    num_before: int = 0  # steps that it was used for before it was passed on to its requests
     num_told: int = 0  # steps reported by `finished`
     is_over: bool = False
-    own: OwnNumber | None = None  # for a request that is alone, if its drafts are verified one by one
+    own: OwnNumber | None = None  # see there for when there is one
     _num_more: int = 0  # steps for which it is kept beyond the first `ROUNDS_KEPT * longer`
 
     @property
@@ -72,7 +73,8 @@ class Kept:
             self.own.restart()
             self.num_drafts = list(self.choice.num_drafts.values())
         self.longer_by_size.clear()
-        self._num_more = self.num_steps
+        self.num_told = 0
+        self.num_before = self._num_more = self.num_steps
 
     def go_on(self) -> None:
         """Be kept for as long again."""

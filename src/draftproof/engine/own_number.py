@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from draftproof.engine.acceptance import ODDS_STEP
-from draftproof.engine.draft_choice import WORTH_GOING_ON, Chooser, DraftChoice
+from draftproof.engine.draft_choice import Chooser, DraftChoice
+from draftproof.engine.persistence import Persistence
 
 LEFT = 0.9  # weight that earlier rounds keep with each new one
 WEIGHT = 9.0  # of what the choice expects of a draft that is looked at, in drafts
@@ -19,41 +22,58 @@ class OwnNumber:
     output, and sooner than a choice is made again. In recordings of EAGLE-3, MTP and a draft model this gains 1.9, 1.3
     and 1.0 % over the best fixed number.
 
-    `choice` is for one request, whose drafter always has all drafts that it is asked for. `most_seconds`: of a step
-    with drafts, as long as the savings allow; `worst`: what a step loses against a plain one, in plain steps, if no
-    draft is accepted: at most, with the numbers that were given so far."""
+    `choice` is for one request, in steps that are not padded, whose drafter always has all drafts that it is asked for.
+    `persistence`: of what such requests had more than was expected of their class. `context`: tokens of the request;
+    `most_seconds`: of a step with drafts, as long as the savings allow; `least_speedup`: with which drafts go on.
+    `worst`: what a step loses against a plain one, in plain steps, if no draft is accepted: at most, with the numbers
+    that were given so far."""
 
     chooser: Chooser
     choice: DraftChoice
-    context: int  # tokens of the request
+    persistence: Persistence
+    context: int
     most_seconds: float
+    least_speedup: float
     worst: float = field(init=False)
     is_worse: bool = False  # clearly fewer drafts are accepted than the choice expects: half the odds
     _odds: int = field(init=False)  # of the class that the choice was made for
-    _rate: float = 0.0  # expected share of the looked-at drafts that are accepted; 0: not worked out
     _hits: float = 0.0  # drafts that were accepted, weighted
+    _expected: float = 0.0  # how many were expected to be, of those that were looked at
     _seen: float = 0.0  # drafts that were looked at
-    _seconds: list[tuple[int, float]] = field(default_factory=list)  # (number of drafts, seconds of a step)
+    _shift: float = 0.0  # by how much the share of accepted ones was higher than expected, shrunk
+    _hits_of: Sequence[float] = ()  # expected number of accepted ones, by how many were looked at
+    _seconds: Sequence[tuple[int, float]] = ()  # (number of drafts, seconds of a step)
     _numbers: dict[int, int] = field(default_factory=dict)  # by odds, as in `RequestClass`
 
     def __post_init__(self) -> None:
         ((its_class, _),) = self.choice.num_drafts.items()
         self._odds, self.worst = its_class.odds, self.choice.worst
 
+    def renew(self, context: int, most_seconds: float) -> None:
+        """Go by what costs and acceptance are now known to be."""
+        self.context, self.most_seconds, self.worst = context, most_seconds, self.choice.worst
+        self._hits_of = self._seconds = ()
+        self._numbers.clear()
+
     def restart(self) -> None:
         """Forget the rounds: it is for another request of this class from now on."""
-        self._hits = self._seen = 0.0
+        self._hits = self._expected = self._seen = self._shift = 0.0
         self.is_worse = False
 
     def after(self, num_drafted: int, num_accepted: int) -> int:
         """The number of drafts after such a round; 0: drafts no longer pay."""
-        rate = self._rate = self._rate or self._expected_rate()
         num_seen = num_accepted + (num_accepted < num_drafted)
+        if not self._hits_of:
+            chances = self.chooser.acceptance.chances(self._odds)
+            self._hits_of = [0.0, *itertools.accumulate(chances)]
+        num_expected = self._hits_of[num_seen]
+        self.persistence.count(self._shift, num_accepted - num_expected, num_seen)
         self._hits = LEFT * self._hits + num_accepted
+        self._expected = LEFT * self._expected + num_expected
         self._seen = LEFT * self._seen + num_seen
-        shift = (self._hits - rate * self._seen) / (self._seen + WEIGHT)
-        slope = self.chooser.acceptance.persistence.slope
-        found = min(max(rate + slope * shift, LEAST_RATE), 1.0 - LEAST_RATE)
+        self._shift = (self._hits - self._expected) / (self._seen + WEIGHT)
+        rate = _clipped(self._expected / self._seen)
+        found = _clipped(rate + self.persistence.slope * self._shift)
         better = found / (1.0 - found) * (1.0 - rate) / rate
         self.is_worse = better < 0.5
         odds = self._odds + round(math.log(better) / math.log(ODDS_STEP))
@@ -62,25 +82,18 @@ class OwnNumber:
             number = self._numbers[odds] = self._best(odds)
         return number
 
-    def _expected_rate(self) -> float:
-        """By the pool's estimates, and below 1. Example: two drafts, accepted at 0.8 and 0.5: the second is looked at
-        in 0.8 of the rounds, and 1.2 of 1.8 are accepted."""
-        ((_, most),) = self.choice.num_drafts.items()
-        survival = self.chooser.acceptance.survival(self._odds)[:most]
-        num_accepted = sum(survival)
-        num_seen = 1.0 + num_accepted - survival[-1]
-        return min(max(num_accepted / num_seen, LEAST_RATE), 1.0 - LEAST_RATE)
-
     def _best(self, odds: int) -> int:
-        """The number of drafts with the most tokens a second at these odds."""
-        survival = self.chooser.acceptance.survival(odds)
+        """The number of drafts with the most tokens a second at these odds, as the chooser counts them."""
+        costs, tokens = self.chooser.costs, self.chooser.counted_on(1.0, odds)
         if not self._seconds:
-            costs = self.chooser.costs
-            self._seconds = [(k, costs.step(1, 1 + k, k, self.context)) for k in costs.levels_for(1)[1:]]
-        best, speed, taken = 0, WORTH_GOING_ON / self.choice.plain_seconds, 0.0
+            self._seconds = [(k, costs.step(1, 1 + k, k, self.context)) for k in costs.levels[1:]]
+        best, speed, taken = 0, self.least_speedup / self.choice.plain_seconds, 0.0
         for number, seconds in self._seconds:
-            found = (1.0 + sum(survival[:number])) / seconds
-            if found > speed and seconds <= self.most_seconds:
-                best, speed, taken = number, found, seconds
+            if tokens[number] > speed * seconds and seconds <= self.most_seconds:
+                best, speed, taken = number, tokens[number] / seconds, seconds
         self.worst = max(self.worst, taken / self.choice.plain_seconds - 1.0)
         return best
+
+
+def _clipped(rate: float) -> float:
+    return min(max(rate, LEAST_RATE), 1.0 - LEAST_RATE)

@@ -58,9 +58,9 @@ class Pace:
     def observe(
         self, kind: int, found: float, doublings: float = 0.0, *, is_alternative: bool = True
     ) -> None:
-        """A step of this kind took exp(`found`) times as long as the profile says. `is_alternative`: it was chosen
-        instead of one of another kind, whose corrections decay, since they may keep those from being chosen. Else they
-        are kept: a kind that comes by chance, now and then, would seem slow each time, and with it the machine."""
+        """A step of this kind took exp(`found`) times as long as the profile says. `is_alternative`: kinds that are not
+        met may not be met because of their corrections, so these decay. Else they are kept: a kind that comes by
+        chance, now and then, would seem slow each time, and with it the machine."""
         weights = self._weights(kind, doublings)
         self.covariances[0][0] += DRIFT**2
         if is_alternative:
