@@ -14,6 +14,7 @@ import pytest
 
 from draftproof.engine.acceptance import (
     OWN_FADING,
+    POOL_FADING,
     Acceptance,
     AcceptanceRecord,
     RequestClass,
@@ -52,6 +53,7 @@ from draftproof.engine.kept_choice import (
     FIRST_KEPT,
     MOST_KEPT,
     PLAIN_EVERY,
+    RESTING_EVERY,
     ROUNDS_KEPT,
     TOLD_KEPT,
     Kept,
@@ -65,6 +67,7 @@ from draftproof.engine.shadows import Comparison
 from tests.engine.test_scheduler import request
 
 LEVELS = (0, 1, 2, 3, 5, 8)
+RESTED = RESTING_EVERY // PLAIN_EVERY
 
 
 @dataclass
@@ -1078,7 +1081,7 @@ def test_a_probe_ends_also_if_nobody_is_asked_any_more() -> None:
     its.savings = 0.0
     for _ in range(100):
         its.finished(plain_step(1.0))
-    assert not its.is_probing and its.plain_every == PLAIN_EVERY and len(its._probes.steps) <= PROBED_STEPS
+    assert not its.is_probing and its.plain_every == RESTING_EVERY and len(its._probes.steps) <= PROBED_STEPS
     assert its.savings > 90 * INCOME
 
 
@@ -1222,7 +1225,7 @@ def test_savings_are_bounded_and_grow_in_steps_without_drafts() -> None:
     its = policy()
     its.finished(plain_step(1.0))
     its._settle()
-    assert its.savings == ALLOWANCE + INCOME
+    assert its.savings == pytest.approx(ALLOWANCE + RESTED * INCOME)
     for _ in range(100):
         its.finished(StepOutcome(1, 9, 8, 9, 0, 1.6, 0.0))
     its._settle()
@@ -1250,7 +1253,9 @@ def test_of_plain_steps_that_are_reported_together_the_median_corrects_the_costs
         its.finished(StepOutcome(1, 1, 0, 1, 0, seconds))
     its._settle()
     assert seen == [(1, 3.0), (1, 1.0), (1, 2.0)], "where there are few all count"
-    assert its.savings == pytest.approx(before + 9 * INCOME), "all of them count as steps without drafts"
+    assert its.savings == pytest.approx(before + 9 * RESTED * INCOME), (
+        "all of them count as steps without drafts"
+    )
 
 
 def test_that_nothing_pays_is_believed_for_a_while() -> None:
@@ -1265,6 +1270,21 @@ def test_that_nothing_pays_is_believed_for_a_while() -> None:
     its.finished(plain_step(1.0))
     its.will_draft(one, 0)
     assert its._ready is not ready
+
+
+def test_while_no_request_can_draft_few_steps_are_reported_and_each_stands_for_more() -> None:
+    its, one = policy(0.02), request(4)
+    its.choose([one], 0)
+    assert its.plain_every == PLAIN_EVERY
+    its.finished(plain_step(1.0))
+    its._settle()
+    before = its.savings
+    assert its.plain_every == RESTING_EVERY, "nobody was asked"
+    known = its.acceptance.accepted._weight
+    its.finished(plain_step(1.0))
+    its._settle()
+    assert its.savings == pytest.approx(before + RESTED * INCOME)
+    assert its.acceptance.accepted._weight == pytest.approx(known / POOL_FADING**RESTED)
 
 
 def test_what_drafts_there_were_is_forgotten_while_there_are_none() -> None:

@@ -300,11 +300,12 @@ class Acceptance:
         elif num_accepted:
             self.followed.count(num_accepted - 1, min(num_accepted, found.num_asked - 1), found.num_before)
 
-    def fade(self) -> None:
-        """Reduce the weight of the past by a step without drafts."""
-        self.accepted.forget(POOL_FADING)
-        self.given.forget(POOL_FADING)
-        self.followed.forget(POOL_FADING)
+    def fade(self, num_steps: int = 1) -> None:
+        """Reduce the weight of the past by steps without drafts."""
+        left = POOL_FADING**num_steps
+        self.accepted.forget(left)
+        self.given.forget(left)
+        self.followed.forget(left)
         self._survivals.clear()
 
     def count_full(self, num_proposals: int) -> None:

@@ -18,6 +18,7 @@ from draftproof.engine.kept_choice import (
     LEAST_LEFT,
     MOST_KEPT,
     PLAIN_EVERY,
+    RESTING_EVERY,
     ROUNDS_KEPT,
     TOLD_KEPT,
     Kept,
@@ -55,7 +56,7 @@ MOST_WAITING = 512  # reports that wait to be taken in, at most: nothing is chos
 MOST_STEPS = 16  # the same for steps: while no request can draft they come in, too
 MOST_STEPS_KEPT = 256  # steps after which a choice is made again, whatever became of its drafts
 MOST_TAKEN = 256  # reports taken in after which the choice for new requests is made again
-MOST_TAKEN_PLAIN = 32  # the same if it has no drafts, with those that wait: the next one may have some
+MOST_TAKEN_PLAIN = 16  # the same if it has no drafts, with those that wait: the next one may have some
 # The same for lookups, with those that wait: there it is the choice that was made for earlier requests. Either counts
 # for at most as many as it was made by: the first choices are soon made again.
 MOST_NEW = 128
@@ -131,7 +132,9 @@ class AutoPolicy:
 
     @property
     def plain_every(self) -> int:
-        return 1 if self.is_probing else PLAIN_EVERY
+        if self.is_probing:
+            return 1
+        return PLAIN_EVERY if self._num_chosen else RESTING_EVERY
 
     @property
     def is_probing(self) -> bool:
@@ -446,12 +449,13 @@ class AutoPolicy:
     def finished(self, step: StepOutcome) -> None:
         kept = self._kept
         is_probed = self.is_probing and step.is_plain  # its first step verifies the drafts that there are
+        num_plain = self.plain_every // PLAIN_EVERY
         if is_probed and kept is not None and kept.num_told < NUM_SETTLING:
             pass
         elif is_probed and not self.is_lookup:
             self._probes.steps.append(step)
         else:
-            num_steps = 0 if is_probed else 1 if step.is_plain else self.report_every
+            num_steps = 0 if is_probed else num_plain if step.is_plain else self.report_every
             self._steps.append((step, num_steps, self._tokens_of(step)))
         # those without drafts are alike, and nothing is risked until the next choice
         waits = step.is_plain if kept is None else kept.may_wait or not kept.choice.num_drafts
@@ -486,7 +490,7 @@ class AutoPolicy:
             if step.is_plain and num_steps:
                 if step.is_typical:
                     self._num_unobserved = 0
-                self.acceptance.fade()
+                self.acceptance.fade(num_steps)
                 self._save(INCOME * num_steps)
                 continue
             self._num_unobserved += num_steps

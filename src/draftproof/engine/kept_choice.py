@@ -20,6 +20,8 @@ from draftproof.engine.progress import Progress
 # `OwnNumber`, or be passed on to new requests.
 ROUNDS_KEPT, TOLD_KEPT = 8, 3
 PLAIN_EVERY = 8
+# While no request can draft one step in so many is reported, and stands for four of those.
+RESTING_EVERY = 4 * PLAIN_EVERY
 MOST_KEPT, FIRST_KEPT = 16, 2
 LEAST_LEFT = 0.5  # share of the requests that a choice was made for, with which it is still kept
 
