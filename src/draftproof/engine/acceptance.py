@@ -65,6 +65,12 @@ def _raised(chance: float, ratio: float) -> float:
     return ratio * chance / (1.0 - chance + ratio * chance)
 
 
+def _for_odds(chances: Sequence[float], odds: int) -> list[float]:
+    """The pool's chances for a request with these odds, as in `RequestClass`."""
+    ratio = ODDS_STEP**odds
+    return [_raised(chance, ratio) for chance in chances]
+
+
 @dataclass(slots=True)
 class AcceptanceRecord:
     """One request's recent rounds, weighted: hits and misses, how many of each the pool's estimates predicted, and how
@@ -243,22 +249,21 @@ class Acceptance:
         odds."""
         found = self._survivals.get(odds)
         if found is None:
-            found = self._survivals[odds] = self._survival(self.accepted.estimates, odds)
+            found = self._survivals[odds] = self._survival(self.chances(odds))
         return found
 
     def vouched(self, odds: int) -> list[float]:
         """`survival` by the counts of accepted drafts alone, without the prior: low until there are enough."""
-        return self._survival(self.accepted.least, odds)
+        return self._survival(_for_odds(self.accepted.least, odds))
 
     def chances(self, odds: int) -> list[float]:
         """The chance that draft 1, 2, ... is accepted, if those before it were, for a request with these odds."""
-        ratio = ODDS_STEP**odds
-        return [_raised(chance, ratio) for chance in self.accepted.estimates]
+        return _for_odds(self.accepted.estimates, odds)
 
-    def _survival(self, chances: Sequence[float], odds: int) -> list[float]:
-        found, alive, ratio = [], 1.0, ODDS_STEP**odds
+    def _survival(self, chances: Sequence[float]) -> list[float]:
+        found, alive = [], 1.0
         for chance, follows in zip(chances, self.followed.estimates, strict=True):
-            alive *= _raised(chance, ratio)
+            alive *= chance
             found.append(alive)
             alive *= follows
         return found

@@ -227,14 +227,13 @@ class Chooser:
             chosen[part.its_class] = part.level
         return DraftChoice(chosen, *best[1:])
 
-    def _tokens(self, share: float, odds: int) -> list[float]:
+    def tokens(self, share: float, odds: int) -> list[float]:
         """Expected tokens of a request in a step, by its number of drafts."""
         accepted = [0.0, *accumulate(self.acceptance.survival(odds))]
         return [1.0 + share * number for number in accepted]
 
-    def counted_on(self, share: float, odds: int) -> list[float]:
-        """What of `_tokens` is counted on where steps are not padded; see `DOUBTED`."""
-        tokens = self._tokens(share, odds)
+    def counted_on(self, tokens: Sequence[float]) -> list[float]:
+        """What of `tokens` is counted on where steps are not padded; see `DOUBTED`."""
         first = tokens[self.costs.levels[1]]
         return [min(number, first + (1.0 - DOUBTED) * (number - first)) for number in tokens]
 
@@ -249,8 +248,8 @@ class Chooser:
         found = []
         for its_class in counts:
             share = its_class.share
-            tokens = self._tokens(share, its_class.odds)
-            counted_on = self.counted_on(share, its_class.odds)
+            tokens = self.tokens(share, its_class.odds)
+            counted_on = self.counted_on(tokens)
             own: list[Part] = []
             for low, high in pairwise(levels):
                 num_rows = share * (lengths[high] - lengths[low])

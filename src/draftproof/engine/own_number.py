@@ -84,7 +84,7 @@ class OwnNumber:
 
     def _best(self, odds: int) -> int:
         """The number of drafts with the most tokens a second at these odds, as the chooser counts them."""
-        costs, tokens = self.chooser.costs, self.chooser.counted_on(1.0, odds)
+        costs, tokens = self.chooser.costs, self.chooser.counted_on(self.chooser.tokens(1.0, odds))
         if not self._seconds:
             self._seconds = [(k, costs.step(1, 1 + k, k, self.context)) for k in costs.levels[1:]]
         best, speed, taken = 0, self.least_speedup / self.choice.plain_seconds, 0.0
