@@ -13,9 +13,7 @@ from draftproof.engine.acceptance import Acceptance, AcceptanceRecord
 from draftproof.engine.auto_policy import (
     ALLOWANCE,
     MOST_SAVED,
-    MOST_SHADOWS,
     OBSERVED_EVERY,
-    SHADOWS_EVERY,
     STAKE,
     AutoPolicy,
 )
@@ -24,6 +22,7 @@ from draftproof.engine.drafting import COMPARED_EVERY
 from draftproof.engine.kept_choice import PLAIN_EVERY, ROUNDS_KEPT
 from draftproof.engine.policy import FixedPolicy
 from draftproof.engine.progress import Progress
+from draftproof.engine.shadow_turns import MOST_SHADOWS, SHADOWS_EVERY
 from draftproof.engine.shadows import Comparison, Shadow
 from tests.engine.test_core import FakeRunner, Pending, core, finish, ids, spec
 from tests.engine.test_policy import policy

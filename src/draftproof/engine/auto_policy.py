@@ -30,6 +30,7 @@ from draftproof.engine.policy import Parts
 from draftproof.engine.probes import NUM_SETTLING, Probes
 from draftproof.engine.progress import Progress
 from draftproof.engine.row_price import row_price
+from draftproof.engine.shadow_turns import ShadowTurns
 from draftproof.engine.shadows import Comparison
 from draftproof.metrics import Prediction
 
@@ -46,12 +47,6 @@ OBSERVED_EVERY = 8
 CHOOSING_SHARE = 0.005
 # Where the drafter ends proposals itself, the number of drafts is but a limit, and a good one lasts longer.
 CHOOSING_SHARE_IF_CUT = 0.0025
-# Share of the time that making drafts may take while none are verified; less than one step in `PLAIN_EVERY` makes them.
-SHADOW_SHARE = 0.01
-MOST_SHADOWS = 8  # requests of a step whose drafts are compared
-# Drafts of the same requests are later compared in one of so many steps. Prime to `OBSERVED_EVERY`: else all reported
-# steps could have such drafts, or none.
-SHADOWS_EVERY = 7
 MOST_WAITING = 512  # reports that wait to be taken in, at most: nothing is chosen while no request can draft
 MOST_STEPS = 16  # the same for steps: while no request can draft they come in, too
 MOST_STEPS_KEPT = 256  # steps after which a choice is made again, whatever became of its drafts
@@ -87,6 +82,7 @@ class AutoPolicy:
     savings: float = ALLOWANCE
     chooser: Chooser = field(init=False)
     _probes: Probes = field(init=False)
+    _shadow_turns: ShadowTurns = field(init=False)
     _persistence: Persistence = field(default_factory=Persistence)  # see `OwnNumber`
     _length: float = 0.0  # mean tokens of a request in the last step
     _kept: Kept | None = None
@@ -95,10 +91,6 @@ class AutoPolicy:
     _num_full: int = 0  # proposals before that
     _num_taken: int = 0  # reports and steps that were taken in
     _num_unobserved: int = 0  # steps since one has corrected the costs
-    _until_shadows: int = 0  # steps until requests without drafts have shadow drafts, too
-    _first_shadow: list[int] = field(
-        default_factory=lambda: [0, 0]
-    )  # whose turn it is: of those that draft, of all
     # since a step was reported: steps, rounds that were verified in them, and drafts that were accepted
     _num_chosen: int = 0
     _num_rounds: int = 0
@@ -112,6 +104,7 @@ class AutoPolicy:
     def __post_init__(self) -> None:
         self.chooser = Chooser(self.costs, self.acceptance)
         self._probes = Probes(self.costs, is_seen=not self.is_lookup)
+        self._shadow_turns = ShadowTurns(self.costs)
 
     @property
     def parts(self) -> Parts | None:
@@ -233,9 +226,8 @@ class AutoPolicy:
         num_waiting = len(self._reports) + len(self._steps)
         if not choice.num_drafts:
             return choice if num_new + num_waiting <= min(MOST_TAKEN_PLAIN, ready.num_taken) else None
-        is_expected = choice.num_drafts.keys() == {
-            self.acceptance.unknown
-        }  # for such requests as are now expected
+        # for such requests as are now expected
+        is_expected = choice.num_drafts.keys() == {self.acceptance.unknown}
         is_safe = choice.risk <= STAKE * RISKED_ON_MANY * self.savings
         most_new = MOST_TAKEN
         if self.is_lookup:
@@ -302,10 +294,8 @@ class AutoPolicy:
         fewest = len(asked) * (1.0 if self.costs.is_padded else LEAST_LEFT)
         num_made = len(asked) + num_others
         kept = Kept(asked, num_others, num_drafts, choice, is_first, longer, may_wait, num_made, fewest)
-        follows = (
-            may_wait and num_made == 1 and not (self.is_lookup or self._gives_less or self.costs.is_padded)
-        )
-        if follows:
+        is_verified_whole = not (self.is_lookup or self._gives_less or self.costs.is_padded)
+        if may_wait and num_made == 1 and is_verified_whole:
             most_seconds = self._most_seconds(choice, longer)
             context = len(asked[0].tokens)
             kept.own = OwnNumber(
@@ -356,28 +346,12 @@ class AutoPolicy:
         return self._num_taken > MOST_TAKEN or (self._kept is not None and not self._kept.is_first)
 
     def shadows(self, chosen: Sequence[int], num_others: int) -> Sequence[int]:
-        """Those that draft, while little is known in each step and later in some, and now and then all. Few at a time,
-        in turn."""
-        self._until_shadows -= 1
-        if not chosen or (self._until_shadows > 0 and self._until_shadows % SHADOWS_EVERY and self._is_known):
-            return ()
-        most, num_asked = self.costs.levels[-1], len(chosen)
-        if self._until_shadows <= 0:
-            num_requests = num_asked + num_others
-            plain = self.costs.plain(num_requests, self._context(num_requests))
-            seconds = self.costs.draft.at(min(num_asked, MOST_SHADOWS), most)
-            # never in step with the reported plain steps, or these would all have shadow drafts
-            self._until_shadows = max(PLAIN_EVERY + 1, math.ceil(seconds / (SHADOW_SHARE * plain)))
-            its_turn, of_all = list(range(num_asked)), True
-        else:
-            its_turn, of_all = [number for number, drafts in enumerate(chosen) if drafts], False
-        if len(its_turn) > MOST_SHADOWS:
-            first = self._first_shadow[of_all] = (self._first_shadow[of_all] + MOST_SHADOWS) % len(its_turn)
-            its_turn = [*its_turn[first:], *its_turn[:first]][:MOST_SHADOWS]
-        found = [0] * num_asked
-        for number in its_turn:
-            found[number] = most
-        return found
+        num_requests = len(chosen) + num_others
+
+        def plain() -> float:
+            return self.costs.plain(num_requests, self._context(num_requests))
+
+        return self._shadow_turns.next(chosen, plain, is_known=self._is_known)
 
     def price(self) -> RowPrice:
         kept = self._kept
@@ -450,11 +424,10 @@ class AutoPolicy:
         kept = self._kept
         is_probed = self.is_probing and step.is_plain  # its first step verifies the drafts that there are
         num_plain = self.plain_every // PLAIN_EVERY
-        if is_probed and kept is not None and kept.num_told < NUM_SETTLING:
-            pass
-        elif is_probed and not self.is_lookup:
+        is_settling = is_probed and kept is not None and kept.num_told < NUM_SETTLING
+        if is_probed and not self.is_lookup and not is_settling:
             self._probes.steps.append(step)
-        else:
+        elif not is_settling:
             num_steps = 0 if is_probed else num_plain if step.is_plain else self.report_every
             self._steps.append((step, num_steps, self._tokens_of(step)))
         # those without drafts are alike, and nothing is risked until the next choice
