@@ -148,7 +148,10 @@ def _num_matched(drafter: Drafter | None, tokens: Sequence[int]) -> int:
         return 0
     first, options = torch.zeros(1, dtype=torch.int64), drafter.options
     tokens_SL, length_S = torch.tensor([tokens], dtype=torch.int32), torch.tensor([len(tokens)])
-    *_, matched_R = lookup_torch(tokens_SL, length_S, first, first, 1, options.shortest, options.longest)
+    most_matched = max(options.longest, MOST_MATCHED)
+    *_, matched_R = lookup_torch(
+        tokens_SL, length_S, first, first, 1, options.shortest, options.longest, most_matched
+    )
     return min(MOST_MATCHED, int(matched_R))
 
 

@@ -309,8 +309,8 @@ def check_lookup(device: torch.device, dtype: torch.dtype) -> None:
         length_S = torch.tensor([length, length - 1, max(0, length - 7), 0, length], device=device)
         slots_R = torch.tensor([4, 0, 3, 1, 2, 0], device=device)
         k_R = torch.tensor([9, 3, 2, 0, 5, 1], device=device)
-        for shortest, longest, num_drafts in ((1, 1, 6), (2, 5, 9), (3, 64, 1)):
-            given = (tokens_SL, length_S, slots_R, k_R, num_drafts, shortest, longest)
+        for shortest, longest, most_matched, num_drafts in ((1, 1, 4, 6), (2, 5, 16, 9), (3, 64, 64, 1)):
+            given = (tokens_SL, length_S, slots_R, k_R, num_drafts, shortest, longest, most_matched)
             for found, expected in zip(gpu_lookup.lookup(*given), lookup.lookup_torch(*given), strict=True):
                 assert torch.equal(found, expected)
 

@@ -225,6 +225,26 @@ def test_a_request_begins_with_nothing_known_of_its_slots_last_proposal() -> Non
     assert not drafter.record.trials_M.any()
 
 
+def test_it_knows_that_more_tokens_match_than_were_looked_for() -> None:
+    """Five are looked for."""
+    llm = LLM(assets.path("tiny"), dtype="float32", speculative_config={"method": "ngram"})
+    drafter = internals.drafter_of(llm)
+    assert isinstance(drafter, NgramDrafter)
+    llm.core.policy = Priced(SOME)
+    longer = [*range(20, 60)] * 3
+    llm.generate(
+        [{"prompt_token_ids": longer}],
+        SamplingParams(temperature=0, max_tokens=1, ignore_eos=True),
+        use_tqdm=False,
+    )
+    llm.generate(
+        [{"prompt_token_ids": longer[:-1]}],
+        SamplingParams(temperature=0, max_tokens=4, ignore_eos=True),
+        use_tqdm=False,
+    )
+    assert drafter.record.open_S3[:, 2].max() > 5
+
+
 def test_draft_says_what_the_drafter_has_whatever_rows_cost() -> None:
     """After a generation, too, in which rows had a price."""
     llm = LLM(assets.path("tiny"), dtype="float32", max_num_seqs=2, speculative_config={"method": "ngram"})

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from draftproof.config import parse_options
 from draftproof.drafters.base import Drafter, DraftRuntime, DraftSpec, Proposal, Verified
 from draftproof.drafters.context import DraftContext
-from draftproof.kernels.confidence.record import MatchRecord
+from draftproof.kernels.confidence.record import MOST_MATCHED, MatchRecord
 from draftproof.schema import is_whole
 
 
@@ -57,6 +57,7 @@ class NgramDrafter(Drafter):
         self._known = runtime.known
         self._longest = min(self.options.longest, runtime.known.tokens_SL.shape[1])
         self._price = runtime.price
+        self._most_matched = self._longest if self._price is None else max(self._longest, MOST_MATCHED)
         self._confidence = runtime.ops.confidence
         self.record = MatchRecord.empty(len(self._known.length_S), self._num_drafts)
 
@@ -71,6 +72,7 @@ class NgramDrafter(Drafter):
             num_drafts,
             self.options.shortest,
             self._longest,
+            self._most_matched,
         )
         if self._price is not None:
             drafts = (tokens_RK, count_R, matched_R)

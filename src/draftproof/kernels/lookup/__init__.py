@@ -24,13 +24,15 @@ class Lookup(Protocol):
         num_drafts: int,
         shortest: int,
         longest: int,
+        most_matched: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The tokens after the most recent earlier occurrence of the longest suffix that has one, `shortest` to
         `longest` tokens.
 
         Returns int64 tokens_RK, 0 beyond count_R; count_R, which is at most k_R and 0 if there was no match; and
-        matched_R, the number of tokens of that suffix, or fewer than `shortest`. Example: tokens a b c a b, longest 2:
-        the suffix (a b) occurred at 0, followed by c a b.
+        matched_R, how many tokens match there, counted up to `most_matched`, at least `longest`: fewer than `shortest`
+        if there was no match. Example: tokens a b c a b, longest 2: the suffix (a b) occurred at 0, followed by c a b.
+        With x a b c x a b and longest 2 that suffix is found at 1, and three tokens match: x a b.
         """
         ...
 

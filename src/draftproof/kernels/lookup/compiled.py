@@ -15,7 +15,7 @@ class LookupCompiled:
     """`lookup_torch` in C++."""
 
     def __init__(self, library: Library) -> None:
-        self._run, self._pack = library.packed("dp_lookup", "5P5q")
+        self._run, self._pack = library.packed("dp_lookup", "5P6q")
 
     def __call__(
         self,
@@ -26,12 +26,13 @@ class LookupCompiled:
         num_drafts: int,
         shortest: int,
         longest: int,
+        most_matched: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         R = len(slots_R)
         out = torch.empty(R * (num_drafts + 2), dtype=torch.int64)
         tensors = (tokens_SL, length_S, slots_R, k_R, out)
         pointers = [t.data_ptr() for t in tensors]
         columns = tokens_SL.shape[1]
-        self._run(self._pack(*pointers, columns, R, num_drafts, shortest, longest), out)
+        self._run(self._pack(*pointers, columns, R, num_drafts, shortest, longest, most_matched), out)
         tokens, count_R, matched_R = out.split([R * num_drafts, R, R])
         return tokens.view(R, num_drafts), count_R, matched_R

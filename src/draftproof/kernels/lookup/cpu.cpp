@@ -6,7 +6,7 @@ struct LookupArgs {
     const int32_t* tokens;
     const int64_t *length, *slots, *k;
     int64_t* out;
-    int64_t columns, requests, num_drafts, shortest, longest;
+    int64_t columns, requests, num_drafts, shortest, longest, most_matched;
 };
 
 extern "C" void dp_lookup(const LookupArgs* a) {
@@ -28,6 +28,9 @@ extern "C" void dp_lookup(const LookupArgs* a) {
         int64_t count = best >= a->shortest ? std::min(wanted, end + 1 - follows) : 0;
         for (int64_t i = 0; i < a->num_drafts; i++) drafts[i] = i < count ? text[follows + i] : 0;
         a->out[a->requests * a->num_drafts + r] = count;
+        // the match may be longer than what was looked for
+        if (best >= a->shortest)
+            while (best < a->most_matched && best < follows && text[follows - 1 - best] == text[end - best]) best++;
         a->out[a->requests * (a->num_drafts + 1) + r] = best;
     }
 }

@@ -18,6 +18,7 @@ def lookup_torch(
     num_drafts: int,
     shortest: int,
     longest: int,
+    most_matched: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `Lookup`. Its memory grows with R * L."""
     text_RL = tokens_SL.index_select(0, slots_R)
@@ -33,6 +34,15 @@ def lookup_torch(
     best_R, where_R = (matched_RL * len(at_L) + at_L).max(dim=1)
     follows_R = where_R + 1
     matched_R = best_R // len(at_L)
+    alive_R = (matched_R == longest) & (matched_R >= shortest)
+    for back in range(
+        longest, min(most_matched, len(at_L))
+    ):  # the match may be longer than what was looked for
+        newest_R, before_R = length_R - 1 - back, where_R - back
+        alive_R = alive_R & (before_R >= 0)
+        both_R2 = text_RL.gather(1, torch.stack((newest_R, before_R), dim=1).clamp(min=0))
+        alive_R = alive_R & (both_R2[:, 0] == both_R2[:, 1])
+        matched_R = matched_R + alive_R
     count_R = torch.minimum(k_R.clamp(0, num_drafts), length_R - follows_R) * (matched_R >= shortest)
     draft_RK = torch.arange(num_drafts, device=text_RL.device).expand(len(slots_R), -1)
     source_RK = (follows_R[:, None] + draft_RK).clamp(max=len(at_L) - 1)

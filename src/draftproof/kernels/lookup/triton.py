@@ -12,12 +12,12 @@ from draftproof.runtime.triton.launch import on, pdl, power_of_two
 from draftproof.runtime.triton.pdl import begin
 
 BLOCK = 1024  # positions compared at once
-SIZES = ["columns", "requests", "num_drafts", "shortest", "longest"]
+SIZES = ["columns", "requests", "num_drafts", "shortest", "longest", "most_matched"]
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=["tokens", "length", "slots", "k", "out"])
 def _lookup_kernel(
-    tokens, length, slots, k, out, columns, requests, num_drafts, shortest, longest,
+    tokens, length, slots, k, out, columns, requests, num_drafts, shortest, longest, most_matched,
     KP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Write tokens_RK, count_R and matched_R, one after the other."""
@@ -47,7 +47,14 @@ def _lookup_kernel(
     token = tl.load(text + follows + draft, mask=draft < count, other=0)
     tl.store(out + r * num_drafts + draft, token.to(tl.int64), mask=draft < num_drafts)
     tl.store(out + requests * num_drafts + r, count)
-    tl.store(out + requests * (num_drafts + 1) + r, best // columns)
+    matched = best // columns
+    alive = (matched > 0) & (matched >= longest)
+    for back in range(longest, most_matched):  # the match may be longer than what was looked for
+        newest = tl.load(text + end - back, mask=back <= end, other=-1)
+        before = tl.load(text + follows - 1 - back, mask=back < follows, other=-2)
+        alive = alive & (before == newest)
+        matched += alive.to(tl.int64)
+    tl.store(out + requests * (num_drafts + 1) + r, matched)
 
 
 def lookup(
@@ -58,6 +65,7 @@ def lookup(
     num_drafts: int,
     shortest: int,
     longest: int,
+    most_matched: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `Lookup`."""
     R = len(slots_R)
@@ -75,6 +83,7 @@ def lookup(
             num_drafts,
             shortest,
             longest,
+            most_matched,
             KP=power_of_two(num_drafts),
             BLOCK=BLOCK,
             **pdl(tokens_SL),
