@@ -170,3 +170,12 @@ def test_all_requests_are_better_than_expected_if_their_first_drafts_are() -> No
     assert acceptance.accepted.estimates[0] == pytest.approx(
         (0.6 * POOL_WEIGHT + 40) / (POOL_WEIGHT + 40), abs=0.01
     )
+
+
+def test_whether_there_are_drafts_is_forgotten_sooner_than_whether_they_are_right() -> None:
+    acceptance, record = Acceptance(3), AcceptanceRecord()
+    for number in range(300):
+        is_early = number < 200
+        acceptance.count_given(record, 3, 3 * is_early)
+        acceptance.count(record, 3, 3 * is_early)
+    assert acceptance.share < 0.75 * acceptance.survival()[0]

@@ -587,6 +587,13 @@ def test_a_choice_is_kept_for_longer_where_choosing_takes_long(
     assert its._kept.longer == FIRST_KEPT
 
 
+def test_a_first_choice_without_drafts_is_kept_as_long_as_later_ones() -> None:
+    its = policy(0.1, row=0.5)
+    its._choosing_seconds = 1000.0
+    assert its.choose([request(4)], 0) == [0]
+    assert its._kept.is_first and its._kept.longer == MOST_KEPT
+
+
 def test_a_choice_that_takes_no_time_is_not_kept_for_longer() -> None:
     its, one = policy(0.9, row=0.005, step=0.01), request(4)  # a step takes a second
     for _ in range(5 * ROUNDS_KEPT):

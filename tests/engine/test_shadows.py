@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +23,14 @@ from draftproof.engine.drafting import COMPARED_EVERY
 from draftproof.engine.kept_choice import PLAIN_EVERY, ROUNDS_KEPT
 from draftproof.engine.policy import FixedPolicy
 from draftproof.engine.progress import Progress
-from draftproof.engine.shadow_turns import MOST_SHADOWS, SHADOWS_EVERY
+from draftproof.engine.shadow_turns import (
+    LEAST_APART,
+    MOST_SHADOWS,
+    NUM_SOON,
+    SHADOW_SHARE,
+    SHADOWS_EVERY,
+    ShadowTurns,
+)
 from draftproof.engine.shadows import Comparison, Shadow
 from tests.engine.test_core import FakeRunner, Pending, core, finish, ids, spec
 from tests.engine.test_policy import policy
@@ -215,6 +223,72 @@ def test_comparing_takes_turns_and_little_time() -> None:
     assert all(any(seen[number][i] for number in times) for i in range(num_requests)), "each has its turn"
     its = policy(0.6, step=10.0)  # a draft takes the drafter as long as ten steps
     assert sum(any(its.shadows([0], 0)) for _ in range(500)) == 1
+
+
+def turns_of_shadows(its: AutoPolicy, longer: float, num_steps: int = 400) -> list[int]:
+    """The steps with shadow drafts of one request that gets no others. They take so many plain steps longer."""
+    one, found = request(4), []
+    plain = its.costs.plain(1, 4)
+    for number in range(num_steps):
+        is_shadow = any(its.shadows(its.choose([one], 0), 0))
+        seconds = plain * (1.0 + longer * is_shadow)
+        its.finished(StepOutcome(1, 1, 8 * is_shadow, 1, 4, seconds, is_shadow=is_shadow))
+        found += [number] * is_shadow
+    return found
+
+
+def test_drafts_are_compared_less_often_where_making_them_takes_longer() -> None:
+    cheap, dear = policy(0.1, row=0.5, step=0.0), policy(0.1, row=0.5, step=0.0)
+    known = dear.costs.step(1, 2, 1, 4), dear.costs.step(1, 1, 8, 4)
+    often, seldom = turns_of_shadows(cheap, 0.0), turns_of_shadows(dear, 0.5)
+    assert {b - a for a, b in itertools.pairwise(often)} == {LEAST_APART}
+    assert seldom[-1] - seldom[-2] > 3 * LEAST_APART
+    assert len(seldom) - 1 < 400 * SHADOW_SHARE / 0.5 * 2
+    assert (dear.costs.step(1, 2, 1, 4), dear.costs.step(1, 1, 8, 4)) == known, "no other step takes so long"
+
+
+@pytest.mark.parametrize("longer", [0.0, 0.2, 0.3, 0.45, 3.0])
+def test_no_reported_plain_step_is_always_one_with_shadow_drafts(longer: float) -> None:
+    its = ShadowTurns()
+    seen = [any(its.next([0], 8, lambda _: longer, is_known=True)) for _ in range(500)]
+    first, second = [number for number, is_shadow in enumerate(seen) if is_shadow][:2]
+    assert first == 0 and math.gcd(second, PLAIN_EVERY) == 1
+
+
+def test_drafts_are_compared_often_again_once_one_was_right() -> None:
+    its = policy(0.1, row=0.5, step=0.0)
+    turns_of_shadows(its, 0.5)
+    its.compared(request(4), Comparison(8, 8, 0, 0, True))
+    before = turns_of_shadows(its, 0.5, 200)
+    assert min(b - a for a, b in itertools.pairwise(before)) > 2 * LEAST_APART
+    its.compared(request(4), Comparison(8, 8, 0, 1, True))
+    soon = turns_of_shadows(its, 0.5, 200)
+    apart = [b - a for a, b in itertools.pairwise(soon)]
+    assert soon[0] < LEAST_APART and apart[: NUM_SOON - 1] == [LEAST_APART] * (NUM_SOON - 1)
+    assert apart[NUM_SOON] > 2 * LEAST_APART
+
+
+def test_what_comparisons_tell_fades_the_slower_the_fewer_there_are() -> None:
+    left = []
+    for longer in (0.0, 0.5):
+        its = policy(0.3, row=0.5, step=0.0)
+        turns_of_shadows(its, longer)
+        shown(its, request(4), 30, 0)
+        its._settle()
+        turns_of_shadows(its, longer, 80)
+        left.append(its.acceptance.survival()[0])
+    assert left[1] < 0.7 * left[0]
+
+
+def test_a_request_that_drafts_alone_is_not_compared_twice_as_often() -> None:
+    """There is nobody whose drafts are not verified."""
+    its, one = policy(0.9), request(4)
+    its.savings = 30.0
+    seen = []
+    for _ in range(400):
+        seen.append(any(its.shadows(its.choose([one], 0), 0)))
+        its.finished(StepOutcome(1, 9, 8, 9, 100, 1.0))
+    assert sum(seen[-10 * SHADOWS_EVERY :]) == 10
 
 
 def test_those_that_draft_are_compared_in_each_step_at_first_and_later_in_some() -> None:

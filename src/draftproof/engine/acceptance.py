@@ -24,6 +24,7 @@ from draftproof.engine.shadows import Comparison
 # "pool": the counts over all requests; "own": those of one request
 EXPECTED = 0.6  # prior acceptance of a drafter
 POOL_MEMORY = 0.995  # weight that the past keeps with each round, if one request decodes at a time
+GIVEN_SOONER = 2  # how much sooner it is forgotten whether there were drafts
 OWN_MEMORY = 0.95  # weight that a request's past keeps with each of its rounds
 MOST_WEIGHT = 1e6  # weight of a new round, relative to the first, at which weights are rescaled
 POOL_WEIGHT = 4.0  # weight of a prior, in trials
@@ -305,8 +306,8 @@ class Acceptance:
         elif num_accepted:
             self.followed.count(num_accepted - 1, min(num_accepted, found.num_asked - 1), found.num_before)
 
-    def fade(self, num_steps: int = 1) -> None:
-        """Reduce the weight of the past by steps without drafts."""
+    def fade(self, num_steps: float = 1.0) -> None:
+        """Reduce the weight of the past by so many steps without drafts."""
         left = POOL_FADING**num_steps
         self.accepted.forget(left)
         self.given.forget(left)
@@ -320,7 +321,7 @@ class Acceptance:
 
     def count_given(self, record: AcceptanceRecord, num_asked: int, num_given: int) -> None:
         """Count that the drafter was asked for `num_asked` drafts and had `num_given`."""
-        self.given.forget(self._kept)
+        self.given.forget(self._kept**GIVEN_SOONER)
         self.given.count(num_given, num_asked)
         record.asked = OWN_MEMORY * record.asked + 1.0
         record.given = OWN_MEMORY * record.given + float(num_given > 0)

@@ -51,7 +51,7 @@ MOST_WAITING = 512  # reports that wait to be taken in, at most: nothing is chos
 MOST_STEPS = 16  # the same for steps: while no request can draft they come in, too
 MOST_STEPS_KEPT = 256  # steps after which a choice is made again, whatever became of its drafts
 MOST_TAKEN = 256  # reports taken in after which the choice for new requests is made again
-MOST_TAKEN_PLAIN = 16  # the same if it has no drafts, with those that wait: the next one may have some
+MOST_TAKEN_PLAIN = 64  # the same if it has no drafts, with those that wait: the next one may have some
 # The same for lookups, with those that wait: there it is the choice that was made for earlier requests. Either counts
 # for at most as many as it was made by: the first choices are soon made again.
 MOST_NEW = 128
@@ -82,7 +82,7 @@ class AutoPolicy:
     savings: float = ALLOWANCE
     chooser: Chooser = field(init=False)
     _probes: Probes = field(init=False)
-    _shadow_turns: ShadowTurns = field(init=False)
+    _shadow_turns: ShadowTurns = field(default_factory=ShadowTurns)
     _persistence: Persistence = field(default_factory=Persistence)  # see `OwnNumber`
     _length: float = 0.0  # mean tokens of a request in the last step
     _kept: Kept | None = None
@@ -104,7 +104,6 @@ class AutoPolicy:
     def __post_init__(self) -> None:
         self.chooser = Chooser(self.costs, self.acceptance)
         self._probes = Probes(self.costs, is_seen=not self.is_lookup)
-        self._shadow_turns = ShadowTurns(self.costs)
 
     @property
     def parts(self) -> Parts | None:
@@ -284,7 +283,7 @@ class AutoPolicy:
         enough = self._choosing_seconds / (share * choice.seconds) / num_steps
         affordable = self._affordable(choice.worst) if choice.num_drafts else 0.0
         may_wait = affordable >= 1.0
-        is_short = is_first and not (self.is_cut and may_wait)
+        is_short = is_first and bool(choice.num_drafts) and not (self.is_cut and may_wait)
         longer = max(1, min(round(enough / 2), FIRST_KEPT) if is_short else min(round(enough), MOST_KEPT))
         if may_wait:
             longer = min(longer, int(affordable))
@@ -346,12 +345,13 @@ class AutoPolicy:
         return self._num_taken > MOST_TAKEN or (self._kept is not None and not self._kept.is_first)
 
     def shadows(self, chosen: Sequence[int], num_others: int) -> Sequence[int]:
-        num_requests = len(chosen) + num_others
+        num_requests, most = len(chosen) + num_others, self.levels[-1]
 
-        def plain() -> float:
-            return self.costs.plain(num_requests, self._context(num_requests))
+        def drafting(num_asked: int) -> float:
+            plain = self.costs.plain(num_requests, self._context(num_requests))
+            return self.costs.draft.at(num_asked, most) / plain
 
-        return self._shadow_turns.next(chosen, plain, is_known=self._is_known)
+        return self._shadow_turns.next(chosen, most, drafting, is_known=self._is_known)
 
     def price(self) -> RowPrice:
         kept = self._kept
@@ -412,6 +412,8 @@ class AutoPolicy:
         self._report(self.acceptance.count, request.records[self.number], num_drafted, num_accepted)
 
     def compared(self, request: Progress, found: Comparison) -> None:
+        if found.num_accepted > found.num_before:
+            self._shadow_turns.hit()
         self._report(self.acceptance.count_compared, request.records[self.number], found)
 
     def prompted(self, num_rows: int, draft_seconds: float) -> None:
@@ -440,7 +442,7 @@ class AutoPolicy:
     def rested(self) -> None:
         """A reported step had no drafts of these drafters, whoever else made some."""
         if not self.is_probing:
-            self.acceptance.fade()
+            self._fade(1)
             self._save(INCOME)
         if self._kept is not None:
             self._kept.count_told(STAKE * self.savings)
@@ -459,12 +461,18 @@ class AutoPolicy:
         every = OBSERVED_EVERY * (self._kept.longer if self._kept is not None else 1)
         resting = [step for step, num_steps, _ in steps if step.is_plain and num_steps and step.is_typical]
         self.costs.observe_alike(resting)
+        is_resting = self._kept is None or not self._kept.choice.num_drafts
         for step, num_steps, num_tokens in steps:
             if step.is_plain and num_steps:
                 if step.is_typical:
                     self._num_unobserved = 0
-                self.acceptance.fade(num_steps)
+                self._fade(num_steps)
                 self._save(INCOME * num_steps)
+                continue
+            if step.is_shadow and is_resting:
+                self.costs.observe_drafting(step)
+                plain = self.costs.plain(step.num_requests, step.context)
+                self._shadow_turns.took(step.seconds / plain - 1.0)
                 continue
             self._num_unobserved += num_steps
             is_rare = step.is_plain or step.is_shadow
@@ -474,6 +482,11 @@ class AutoPolicy:
                 self.costs.observe(step)
             if not is_rare:
                 self._save(num_steps * (num_tokens / step.num_requests - self._longer(step)))
+
+    def _fade(self, num_steps: int) -> None:
+        """Let what is known of acceptance fade by steps without drafts: by fewer if drafts are seldom compared, since
+        what those tell is to last."""
+        self.acceptance.fade(num_steps * self._shadow_turns.frequency)
 
     def _save(self, gained: float) -> None:
         """Count so many plain steps as gained, or lost."""

@@ -295,10 +295,7 @@ class StepCosts:
         host, other = (self.plain_host, self.host) if step.is_plain else (self.host, self.plain_host)
         host.seconds = host.seconds or other.seconds
         host.observe(step.num_rows, step.host_seconds)
-        if step.num_asked and step.draft_seconds:
-            # where only some have shadow drafts, most of the time is what all rows take
-            num_asked = step.num_requests if step.is_shadow else step.num_asked
-            self.draft.observe(num_asked, step.draft_seconds)
+        self.observe_drafting(step)
         size = self._filled(step.num_requests, step.num_rows, step.num_drafts)
         about_as_many, kind = self._kind(*size)
         if about_as_many not in self._paces:
@@ -311,6 +308,13 @@ class StepCosts:
         # else whether drafts that were asked for came is the drafter's doing
         is_alternative = self.is_padded or step.is_plain
         self._paces[about_as_many].observe(kind, found, doublings, is_alternative=is_alternative)
+
+    def observe_drafting(self, step: StepOutcome) -> None:
+        """Note what the drafter took in a step that was run."""
+        if step.num_asked and step.draft_seconds:
+            # where only some have shadow drafts, most of the time is what all rows take
+            num_asked = step.num_requests if step.is_shadow else step.num_asked
+            self.draft.observe(num_asked, step.draft_seconds)
 
     def observe_alike(self, steps: Sequence[StepOutcome]) -> None:
         """Correct the costs by steps without drafts that were reported together: they differ but by disturbances. A few

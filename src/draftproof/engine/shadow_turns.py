@@ -6,45 +6,83 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from draftproof.engine.costs import StepCosts
 from draftproof.engine.kept_choice import PLAIN_EVERY
 
-# Share of the time that making drafts may take while none are verified; less than one step in `PLAIN_EVERY` makes them.
-SHADOW_SHARE = 0.01
+# Share of the time that making drafts may take while none are verified. It takes more than the drafter's time: what
+# runs in few steps is in no cache. Example: 0.14 ms with an n-gram of `tiny`, whose steps take 0.3, and 0.02 where each
+# step makes drafts.
+SHADOW_SHARE = 0.0125
+# Steps between two that make drafts for all, at least: never in step with the reported plain ones, or these would all
+# have shadow drafts.
+LEAST_APART = PLAIN_EVERY + 1
+LEAST_FREQUENCY = 1 / 8
+NUM_SOON = 4  # times that drafts are made as often as they may be, once one was right
 MOST_SHADOWS = 8  # requests of a step whose drafts are compared
 # Drafts of the same requests are later compared in one of so many steps. Prime to `OBSERVED_EVERY`: else all reported
 # steps could have such drafts, or none.
-SHADOWS_EVERY = 7
+SHADOWS_EVERY = 13
+RATE = 0.1  # weight of a new step in the average of what making drafts takes
+MOST_LONGER = 1.0  # a step without drafts to verify counts as longer by at most so many plain steps
 
 
 @dataclass(slots=True)
 class ShadowTurns:
     """Those that draft have shadow drafts, while little is known in each step and later in some, and now and then all
-    have. Few at a time, in turn."""
+    have: the more often the less it takes, and soon again where some were right. Few at a time, in turn."""
 
-    costs: StepCosts
+    _longer: float = (
+        0.0  # average of what a step takes besides that makes drafts and verifies none, in plain steps
+    )
     _until_all: int = 0  # steps until requests without drafts have shadow drafts, too
+    _until_some: int = 0  # steps until those that draft have
+    _apart: int = LEAST_APART  # steps between the last two for all
+    _num_soon: int = 0
     _first: list[int] = field(default_factory=lambda: [0, 0])  # whose turn it is: of those that draft, of all
 
-    def next(self, chosen: Sequence[int], plain: Callable[[], float], *, is_known: bool) -> Sequence[int]:
-        """Number of drafts to compare of each request in the next step; see `Policy.shadows`. `chosen`: drafts of each
-        that are verified; `plain`: returns a plain step's seconds; `is_known`: whether enough is known to compare in
-        some steps only."""
+    @property
+    def frequency(self) -> float:
+        """How often all have shadow drafts now, relative to the most often; at least `LEAST_FREQUENCY`."""
+        return max(LEAST_FREQUENCY, LEAST_APART / self._apart)
+
+    def took(self, longer: float) -> None:
+        """Note that a step took so many plain steps besides, which made drafts for all while none are verified."""
+        self._longer += RATE * (min(longer, MOST_LONGER) - self._longer)
+
+    def hit(self) -> None:
+        """Note that a shadow draft was right."""
+        self._num_soon = NUM_SOON
+        self._until_all = min(self._until_all, LEAST_APART)
+
+    def next(
+        self, chosen: Sequence[int], most: int, drafting: Callable[[int], float], *, is_known: bool
+    ) -> Sequence[int]:
+        """Number of drafts to compare of each request in the next step, `most` or none; see `Policy.shadows`. `chosen`:
+        drafts of each that are verified; `drafting`: returns what making drafts for so many requests takes the drafter,
+        in plain steps; `is_known`: whether enough is known to compare in some steps only."""
         self._until_all -= 1
-        if not chosen or (self._until_all > 0 and self._until_all % SHADOWS_EVERY and is_known):
-            return ()
-        most, num_asked = self.costs.levels[-1], len(chosen)
-        if self._until_all <= 0:
-            seconds = self.costs.draft.at(min(num_asked, MOST_SHADOWS), most)
-            # never in step with the reported plain steps, or these would all have shadow drafts
-            self._until_all = max(PLAIN_EVERY + 1, math.ceil(seconds / (SHADOW_SHARE * plain())))
-            its_turn, of_all = list(range(num_asked)), True
+        self._until_some -= 1
+        of_all = self._until_all <= 0 and not all(chosen)
+        if of_all:
+            self._until_all = self._apart = self._steps_apart(len(chosen), drafting)
+            its_turn = list(range(len(chosen)))
+        elif self._until_some <= 0 or not is_known:
+            self._until_some = SHADOWS_EVERY
+            its_turn = [number for number, drafts in enumerate(chosen) if drafts]
         else:
-            its_turn, of_all = [number for number, drafts in enumerate(chosen) if drafts], False
+            return ()
         if len(its_turn) > MOST_SHADOWS:
             first = self._first[of_all] = (self._first[of_all] + MOST_SHADOWS) % len(its_turn)
             its_turn = [*its_turn[first:], *its_turn[:first]][:MOST_SHADOWS]
-        found = [0] * num_asked
+        found = [0] * len(chosen)
         for number in its_turn:
             found[number] = most
         return found
+
+    def _steps_apart(self, num_asked: int, drafting: Callable[[int], float]) -> int:
+        """Steps until all have shadow drafts again."""
+        longer = drafting(min(num_asked, MOST_SHADOWS))
+        if self._num_soon:
+            self._num_soon -= 1
+        else:
+            longer = max(longer, self._longer)
+        return max(LEAST_APART, math.ceil(longer / SHADOW_SHARE) | 1)
