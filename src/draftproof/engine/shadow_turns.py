@@ -15,7 +15,7 @@ SHADOW_SHARE = 0.0125
 # Steps between two that make drafts for all, at least: never in step with the reported plain ones, or these would all
 # have shadow drafts.
 LEAST_APART = PLAIN_EVERY + 1
-LEAST_FREQUENCY = 1 / 8
+LEAST_FREQUENCY = 1 / 8  # what is known fades at least so fast, relative to the fastest
 NUM_SOON = 4  # times that drafts are made as often as they may be, once one was right
 MOST_SHADOWS = 8  # requests of a step whose drafts are compared
 # Drafts of the same requests are later compared in one of so many steps. Prime to `OBSERVED_EVERY`: else all reported
@@ -31,12 +31,12 @@ class ShadowTurns:
     have: the more often the less it takes, and soon again where some were right. Few at a time, in turn."""
 
     _longer: float = (
-        0.0  # average of what a step takes besides that makes drafts and verifies none, in plain steps
+        0.0  # plain steps that one takes besides which makes drafts and verifies none: an average
     )
     _until_all: int = 0  # steps until requests without drafts have shadow drafts, too
     _until_some: int = 0  # steps until those that draft have
     _apart: int = LEAST_APART  # steps between the last two for all
-    _num_soon: int = 0
+    _num_soon: int = 0  # times that all still have shadow drafts as often as they may
     _first: list[int] = field(default_factory=lambda: [0, 0])  # whose turn it is: of those that draft, of all
 
     @property

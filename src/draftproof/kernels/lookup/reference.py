@@ -35,9 +35,8 @@ def lookup_torch(
     follows_R = where_R + 1
     matched_R = best_R // len(at_L)
     alive_R = (matched_R == longest) & (matched_R >= shortest)
-    for back in range(
-        longest, min(most_matched, len(at_L))
-    ):  # the match may be longer than what was looked for
+    # the match may be longer than what was looked for
+    for back in range(longest, min(most_matched, len(at_L))):
         newest_R, before_R = length_R - 1 - back, where_R - back
         alive_R = alive_R & (before_R >= 0)
         both_R2 = text_RL.gather(1, torch.stack((newest_R, before_R), dim=1).clamp(min=0))
