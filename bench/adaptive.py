@@ -18,7 +18,7 @@ Predictions are for decode-only steps, after every prompt was decoded once with 
 they are compared with steps of that kind over the same prompts: of all, not of those that a policy would be told, with
 the predicted number of drafts and with none, in turns.
 
-A fixed number that is far slower than the best in the first turn is left out of the later ones. With one wave one pair
+A fixed number that is far slower than the best in the first turns is left out of the later ones. With one wave one pair
 of engines serves all batches. At the end a table of all cells is printed.
 
 --seconds: turns of a cell run until that much time is spent, at least four and at most --num-turns.
@@ -63,11 +63,15 @@ from draftproof.engine.progress import Progress
 
 PLAIN_BOUND, FIXED_BOUND, RULES_BOUND = 0.97, 0.95, 1.0
 RESAMPLES = 2000
-HOPELESS = 0.75  # share of the best way's speed in the first turn: a fixed number below it is not tried again
+HOPELESS = (
+    0.75  # share of the best way's speed in the first turns: a fixed number below it is not tried again
+)
 FEWEST_TURNS = 4
 LEARNED_FROM = 16  # requests that an engine in service has seen
-# Texts: the same drafts are right each time. In two texts one rule was 2 % faster than each fixed number, by chance.
-FEWEST_REPLAYED = 32
+# Texts, and batches of them: the same drafts are right each time. In two texts one rule was 2 % faster than each fixed
+# number, by chance, and in two batches whose last request happened to be slow with three drafts one was 2 % faster.
+FEWEST_REPLAYED, BATCHES_REPLAYED = 32, 12
+MOST_ASKED = 128  # texts from which acceptance is measured
 NOISE_TEMPERATURE = 1.0  # greedy outputs of a small model repeat themselves whatever the prompt
 Ids = list[list[int]]
 
@@ -260,13 +264,11 @@ class Bench:
             if number == 0:
                 for way in ways:  # warm-up
                     way.run(given, params)
-                _leave_out(ways, fixed, HOPELESS**2)
-                for way in ways:
                     way.forget()
             still = [way for way in ways if len(way.seconds) == number]
             for way in order.sample(still, len(still)):  # else each would always follow the same one
                 way.run(given, params)
-            if noise is None:
+            if noise is None and number + 1 == FEWEST_TURNS:
                 _leave_out(still, fixed, HOPELESS)
                 ways[:] = still
         return self.num_turns
@@ -309,6 +311,7 @@ class Bench:
     def asked(self, prompts: Ids) -> internals.Asking:
         """A policy that has measured the acceptance for these prompts, always with the maximum of drafts. The second
         time counts: a drafter that keeps texts knows these ones then, as it does in the turns."""
+        prompts = prompts[:MOST_ASKED]
         params = [self._params(i) for i in range(len(prompts))]
         for _ in range(2):
             self.drafting.core.policy = copy.deepcopy(self.new)
@@ -433,7 +436,7 @@ def replayed(given: argparse.Namespace, batches: tuple[int, ...]) -> tuple[Bench
         "enable_prefix_caching": False,
     }
     plain = LLM(**shape.target(), **settings)
-    num_prompts = max(FEWEST_REPLAYED, max(batches) * 2)
+    num_prompts = max(FEWEST_REPLAYED, max(batches) * BATCHES_REPLAYED)
     prompts = workload.random_prompts(num_prompts, 200, 0.2, plain.model_config.vocab_size, seed=0)
     config = recorded(plain, prompts, given, {"model": shape.drafter()["model"]})
     drafting = LLM(**shape.target(), **settings, speculative_config=config)

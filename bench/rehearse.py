@@ -36,10 +36,11 @@ from draftproof.drafters.ngram import NgramDrafter
 from draftproof.engine.acceptance import acceptance_of
 from draftproof.engine.auto_policy import AutoPolicy
 from draftproof.engine.costs import HostCosts, StepCosts, StepOutcome
+from draftproof.engine.drafting import COMPARED_EVERY
 from draftproof.engine.interface import RequestSpec, RowPrice
 from draftproof.engine.policy import FixedPolicy, Policy
 from draftproof.engine.progress import Progress
-from draftproof.engine.shadows import Comparison, Shadow
+from draftproof.engine.shadows import Shadow, compare_all
 from draftproof.kernels.confidence.record import MOST_MATCHED, MatchRecord
 from draftproof.kernels.confidence.reference import chances_of, num_paying
 from draftproof.kernels.lookup.reference import lookup_torch
@@ -47,6 +48,7 @@ from draftproof.kernels.lookup.reference import lookup_torch
 CHOOSING = 200e-6  # seconds of a choice, with the reports before it: measured between passes of a small model
 NOISE = 0.03  # standard deviation of a step's time, relative
 NUM_TOKENS = 100  # of each request
+TOKEN, OTHER = 0, 1  # each token of a text, and a draft that is wrong
 TURNS = {1: 32, 4: 12, 16: 6, 64: 4}  # by batch size
 
 
@@ -224,6 +226,7 @@ class Turn:
         self.running = [self._started(number, text) for number, text in enumerate(texts)]
         self.seconds = 0.0
         self._num_steps = 0
+        self._num_tokens = self._num_requests = 0  # in steps with drafts since one was reported
         if recording.has_kv:
             for request in self.running:
                 request.has_hole = not policy.will_draft(request.progress, len(texts) - 1)
@@ -231,11 +234,11 @@ class Turn:
     @staticmethod
     def _started(number: int, text: Text) -> Decoding:
         """A request whose prompt is computed, with its first token."""
-        prompt = [0] * text.num_prompt
+        prompt = [TOKEN] * text.num_prompt
         params = SamplingParams(max_tokens=NUM_TOKENS)
         limit = text.num_prompt + NUM_TOKENS
         spec = RequestSpec(token_ids=prompt, params=params, row_seed=0, limit=limit)
-        return Decoding(text, Progress(id=str(number), spec=spec, arrival=number, tokens=[*prompt, 0]))
+        return Decoding(text, Progress(id=str(number), spec=spec, arrival=number, tokens=[*prompt, TOKEN]))
 
     def step(self) -> None:
         """One step: ask the policy, verify what waits (not in the first), make drafts for the next step."""
@@ -251,9 +254,11 @@ class Turn:
         if self._num_steps:
             self._verify(most, is_shadow=bool(most) and not any(chosen), is_plain=is_plain)
         self._num_steps += 1
-        if self._recording.has_kv and is_plain:
+        if self._recording.has_kv and is_plain and not self._policy.is_probing:
             for request in self.running:
                 request.has_hole = True
+        for request in self.running:
+            self._compare(request.progress)
         self.running = [request for request in self.running if request.progress.room >= 0]
         for request, number, shadows in zip(asked, chosen, compared, strict=True):
             if request.progress.room > 0:
@@ -268,17 +273,22 @@ class Turn:
         seconds *= math.exp(self._generator.gauss(0, NOISE))
         self.seconds += seconds
         num_tokens = sum(self._accept(request) for request in self.running)
+        if not is_plain:
+            self._num_tokens += num_tokens
+            self._num_requests += num_requests
         if self._num_steps % (self._policy.plain_every if is_plain else self._policy.report_every) == 0:
-            host = self._costs.host.seconds
-            self._policy.finished(
-                StepOutcome(num_requests, num_rows, most, num_tokens, context, seconds, host, is_shadow)
-            )
+            host, each_tokens = self._costs.host.seconds, 0.0
+            if not is_plain:
+                each_tokens = self._num_tokens / self._num_requests
+                self._num_tokens = self._num_requests = 0
+            step = StepOutcome(num_requests, num_rows, most, num_tokens, context, seconds, host, is_shadow)
+            self._policy.finished(step._replace(each_tokens=each_tokens))
 
     def _accept(self, request: Decoding) -> int:
         """Verify a request's drafts; returns the number of new tokens."""
         progress, num_drafts = request.progress, request.num_drafts
         num_accepted = min(num_drafts, request.found.num_right, progress.room)
-        progress.tokens += [0] * (num_accepted + 1)
+        progress.tokens += [TOKEN] * (num_accepted + 1)
         request.num_drafts = 0
         if num_drafts and not self._compares:
             self._policy.verified(progress, num_drafts if progress.room >= 0 else num_accepted, num_accepted)
@@ -296,9 +306,16 @@ class Turn:
         self._policy.proposed(progress, num_asked, num_drafts, is_model=not self._compares)
         if shadows and num_drafts:
             num_right = min(found.num_right, num_drafts)
-            self._policy.compared(
-                progress, Comparison(num_asked, num_drafts, 0, num_right, num_right < num_drafts)
-            )
+            drafts = [TOKEN] * num_right + [OTHER] * (num_drafts - num_right)
+            progress.shadows.append(Shadow(len(progress.tokens), drafts, num_asked))
+
+    def _compare(self, progress: Progress) -> None:
+        """As `Drafting.compare`."""
+        if not progress.shadows or (self._num_steps % COMPARED_EVERY and progress.room >= 0):
+            return
+        found, progress.shadows = compare_all(progress.shadows, progress.tokens)
+        for comparison in found:
+            self._policy.compared(progress, comparison)
 
     def _cut(self, request: Decoding, found: Found, num_asked: int, price: RowPrice) -> Found:
         """The drafts that pay, of those asked for."""
@@ -332,7 +349,13 @@ def speeds(recording: Recording, batch: int, seed: int = 0) -> dict[str, float]:
 
     def new() -> Policy:
         acceptance = acceptance_of(most, has_kv=recording.has_kv)
-        policy = Rehearsed(recording.step_costs(), acceptance, is_cut=recording.is_copied)
+        policy = Rehearsed(
+            recording.step_costs(),
+            acceptance,
+            is_lookup=recording.is_compared,
+            probes=True,
+            is_cut=recording.is_copied,
+        )
         policy.matches = MatchRecord.empty(0, most)
         return policy
 

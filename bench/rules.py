@@ -40,7 +40,7 @@ class AverageAcceptance(FixedPolicy):
     among the slot's; from 0 the smallest is tried again."""
 
     RATE, WARM_UP, EVERY, DOWN = 0.2, 10, 5, {1: -0.25}
-    report_every = 1
+    report_every = plain_every = 1
 
     def __init__(self, most: int) -> None:
         super().__init__(most)

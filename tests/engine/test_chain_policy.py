@@ -14,6 +14,7 @@ from draftproof.engine.auto_policy import INCOME
 from draftproof.engine.chain_policy import ChainPolicy
 from draftproof.engine.costs import DraftCosts, StepOutcome
 from draftproof.engine.interface import StepInput
+from draftproof.engine.kept_choice import PLAIN_EVERY
 from draftproof.engine.policy import Parts
 from draftproof.engine.progress import Progress
 from draftproof.engine.runner import ModelRunner
@@ -79,7 +80,9 @@ def test_a_step_is_that_of_the_models_if_they_draft(of_models: int) -> None:
     its.finished(a_step(9, 8))
     assert heard == [("models", a_step(9, 3)) if of_models else ("lookups", a_step(9, 8))]
     rested = its.lookups if of_models else its.models
-    assert rested.savings == savings + INCOME
+    assert rested.savings == savings + INCOME / PLAIN_EVERY, (
+        "one step in so many is told of where nobody drafts"
+    )
     its._parts = Parts([0], [0])
     its.finished(a_step(1, 0))
     assert heard[1:] == [("lookups", a_step(1, 0)), ("models", a_step(1, 0))]
@@ -92,7 +95,7 @@ class Hearing(type(policy())):  # type: ignore[misc]
     name: str = ""
     heard: list[tuple[str, StepOutcome]] = dataclasses.field(default_factory=list)
 
-    def finished(self, step: StepOutcome) -> None:
+    def finished(self, step: StepOutcome, num_steps: int = 0) -> None:
         self.heard.append((self.name, step))
 
 

@@ -28,6 +28,7 @@ from draftproof.engine.interface import (
     ScheduledRequest,
     StepInput,
 )
+from draftproof.engine.kept_choice import PLAIN_EVERY
 from draftproof.engine.policy import FixedPolicy
 from draftproof.engine.progress import Progress
 from draftproof.engine.scheduler import Scheduler
@@ -756,6 +757,40 @@ def test_what_the_caller_does_between_steps_is_part_of_their_time(
     assert heard and all(step.seconds == step.host_seconds == seconds for step in heard)
 
 
+@pytest.mark.parametrize("raising", ["verified", "proposed", "finished"])
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_no_token_is_lost_where_the_policy_raises(
+    raising: str, number: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After its request's tokens were taken in: it goes on from these, and ends where it would have."""
+    engine, calls = core(FakeRunner(3)), [0]
+    engine.policy = Chosen(lambda num_outputs: 3)
+
+    def fail(*_: Any, **given: Any) -> None:
+        calls[0] += 1
+        if calls[0] == number:
+            raise ZeroDivisionError("of the policy")
+
+    setattr(engine.policy, raising, fail)
+    engine.add_request("a", spec(5, 9))
+    assert ids(finish(engine)["a"]) == list(range(5, 14))
+    assert calls[0] >= number and "of the policy" in caplog.text
+
+
+def test_a_drafter_that_may_not_rest_tells_of_few_steps_without_drafts() -> None:
+    """Like one that does not see them: each that is told of stands for as many."""
+    told = []
+    for may_rest in (True, False):
+        engine, heard = core(FakeRunner(3)), list[StepOutcome]()
+        engine.runner.drafter_may_rest = may_rest  # type: ignore[misc]
+        engine.policy = Chosen(lambda num_outputs: 0)
+        engine.policy.finished = heard.append  # type: ignore[method-assign]
+        engine.add_request("a", spec(5, 60))
+        finish(engine)
+        told.append(len(heard))
+    assert told[0] == told[1] and 60 / PLAIN_EVERY - 2 <= told[0] <= 60 / PLAIN_EVERY + 1
+
+
 @pytest.mark.parametrize("has_kv", [True, False])
 def test_the_policy_hears_what_prompts_take_a_drafter_that_must_see_them(
     has_kv: bool, monkeypatch: pytest.MonkeyPatch
@@ -764,7 +799,7 @@ def test_the_policy_hears_what_prompts_take_a_drafter_that_must_see_them(
     monkeypatch.setattr(FakeRunner, "drafter_has_kv", has_kv)
     engine = core(FakeRunner(3))
     engine.policy = Chosen(lambda num_outputs: 3)
-    engine.policy.prompted = lambda num_rows, draft_seconds: heard.append(num_rows)  # type: ignore[method-assign]
+    engine.policy.prompted = lambda num_rows, *_: heard.append(num_rows)  # type: ignore[method-assign]
     engine.add_request("a", spec(40, 12))
     finish(engine)
     assert sum(heard) == (40 if has_kv else 0)

@@ -33,12 +33,12 @@ def chooser(rate: float, each: float = 0.15, falling: float = 1.0) -> Chooser:
 
 
 def own(
-    rate: float, each: float = 0.15, most_seconds: float = math.inf, odds: int = 0, falling: float = 1.0
+    rate: float, each: float = 0.15, most_lost: float = math.inf, odds: int = 0, falling: float = 1.0
 ) -> OwnNumber:
     its = chooser(rate, each, falling)
     choice = its.best({RequestClass(odds): 1}, context=CONTEXT, worth=0.0)
     assert choice.num_drafts
-    return OwnNumber(its, choice, Persistence(), CONTEXT, most_seconds, WORTH_GOING_ON)
+    return OwnNumber(its, choice, Persistence(), CONTEXT, most_lost, WORTH_GOING_ON)
 
 
 def best_for(rate: float, each: float = 0.15) -> int:
@@ -90,7 +90,7 @@ def test_drafts_that_no_longer_pay_are_told() -> None:
 
 
 def test_no_step_is_longer_than_the_savings_allow() -> None:
-    its = own(0.7, most_seconds=1.0 + 0.15 * 3)
+    its = own(0.7, most_lost=0.15 * 3 + 1e-9)
     numbers = {its.after(3, 3) for _ in range(30)}
     assert max(numbers) == 3
     assert its.worst == pytest.approx(0.45), "and what a step may lose is known"

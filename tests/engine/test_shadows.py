@@ -255,14 +255,16 @@ def test_no_reported_plain_step_is_always_one_with_shadow_drafts(longer: float) 
     assert first == 0 and math.gcd(second, PLAIN_EVERY) == 1
 
 
-def test_drafts_are_compared_often_again_once_one_was_right() -> None:
-    its = policy(0.1, row=0.5, step=0.0)
-    turns_of_shadows(its, 0.5)
+@pytest.mark.parametrize("gained", [0.0, 0.3])
+def test_drafts_are_compared_often_again_once_they_would_have_paid(gained: float) -> None:
+    its, longer = policy(0.1, row=0.5, step=0.0), 0.5
+    turns_of_shadows(its, longer)
     its.compared(request(4), Comparison(8, 8, 0, 0, True))
-    before = turns_of_shadows(its, 0.5, 200)
+    its._shadow_turns.hit(gained)
+    before = turns_of_shadows(its, longer, 200)
     assert min(b - a for a, b in itertools.pairwise(before)) > 2 * LEAST_APART
     its.compared(request(4), Comparison(8, 8, 0, 1, True))
-    soon = turns_of_shadows(its, 0.5, 200)
+    soon = turns_of_shadows(its, longer, 200)
     apart = [b - a for a, b in itertools.pairwise(soon)]
     assert soon[0] < LEAST_APART and apart[: NUM_SOON - 1] == [LEAST_APART] * (NUM_SOON - 1)
     assert apart[NUM_SOON] > 2 * LEAST_APART

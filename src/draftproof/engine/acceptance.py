@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -25,12 +25,14 @@ from draftproof.engine.shadows import Comparison
 EXPECTED = 0.6  # prior acceptance of a drafter
 POOL_MEMORY = 0.995  # weight that the past keeps with each round, if one request decodes at a time
 GIVEN_SOONER = 2  # how much sooner it is forgotten whether there were drafts
+MOST_FULL = 200  # proposals that had all drafts which are counted afterwards, of each number
 OWN_MEMORY = 0.95  # weight that a request's past keeps with each of its rounds
 MOST_WEIGHT = 1e6  # weight of a new round, relative to the first, at which weights are rescaled
 POOL_WEIGHT = 4.0  # weight of a prior, in trials
 MODEL_WEIGHT = 10.0  # see `acceptance_of`
 OWN_WEIGHT = 9.0
-# Weight that the past keeps with each step without drafts: estimates return to the prior, so drafting is tried again.
+# Weight that the past keeps with each `PLAIN_EVERY` steps without drafts for the pool, with each step for a request:
+# estimates return to the prior, so drafting is tried again.
 POOL_FADING = 0.98
 OWN_FADING = 0.98
 ODDS_STEP = 2**0.5  # requests whose odds differ by a smaller factor are in one class
@@ -314,10 +316,11 @@ class Acceptance:
         self.followed.forget(left)
         self._survivals.clear()
 
-    def count_full(self, num_proposals: int) -> None:
-        """Count so many proposals before, which had all drafts that were asked for."""
-        for _ in range(min(num_proposals, round(1.0 / (1.0 - self.memory)))):
-            self.given.count(self.num_drafts, self.num_drafts)
+    def count_full(self, num_proposals: Mapping[int, int]) -> None:
+        """Count proposals before, which had all drafts that were asked for: how many, by that number of drafts."""
+        for num_asked, number in num_proposals.items():
+            for _ in range(min(number, MOST_FULL)):
+                self.given.count(num_asked, num_asked)
 
     def count_given(self, record: AcceptanceRecord, num_asked: int, num_given: int) -> None:
         """Count that the drafter was asked for `num_asked` drafts and had `num_given`."""

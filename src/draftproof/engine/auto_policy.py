@@ -34,12 +34,13 @@ from draftproof.engine.shadow_turns import ShadowTurns
 from draftproof.engine.shadows import Comparison
 from draftproof.metrics import Prediction
 
-# What exploring may lose, in plain steps: the budget at the start, what each reported step without drafts adds to it,
+# What exploring may lose, in plain steps: the budget at the start, what each `PLAIN_EVERY` without drafts add to it,
 # its maximum, and the part of it that one step may risk.
 ALLOWANCE = 2.0
 INCOME = 0.08
 MOST_SAVED = 30.0
 STAKE = 0.6
+LOOKUP_ALLOWANCE = 1.0  # the budget of lookups at the start: of their drafts comparisons tell as well
 EARNED = 10.0  # savings from which drafts are believed to pay
 # Only one in so many steps with drafts corrects the costs, unless savings are low, and fewer where choices are kept
 # longer. While a choice's reports may wait, only one in so many is reported, and stands for all of them.
@@ -50,6 +51,7 @@ CHOOSING_SHARE_IF_CUT = 0.0025
 MOST_WAITING = 512  # reports that wait to be taken in, at most: nothing is chosen while no request can draft
 MOST_STEPS = 16  # the same for steps: while no request can draft they come in, too
 MOST_STEPS_KEPT = 256  # steps after which a choice is made again, whatever became of its drafts
+KNOWN_FROM = 256  # reports after which drafts are compared in some steps only
 MOST_TAKEN = 256  # reports taken in after which the choice for new requests is made again
 MOST_TAKEN_PLAIN = 64  # the same if it has no drafts, with those that wait: the next one may have some
 # The same for lookups, with those that wait: there it is the choice that was made for earlier requests. Either counts
@@ -88,21 +90,19 @@ class AutoPolicy:
     _kept: Kept | None = None
     _ready: ReadyChoice | None = None
     _gives_less: bool = False  # at some time the drafter had fewer drafts than it was asked for
-    _num_full: int = 0  # proposals before that
+    _full: Counter[int] = field(default_factory=Counter)  # proposals before that, by number of drafts
     _num_taken: int = 0  # reports and steps that were taken in
     _num_unobserved: int = 0  # steps since one has corrected the costs
-    # since a step was reported: steps, rounds that were verified in them, and drafts that were accepted
-    _num_chosen: int = 0
-    _num_rounds: int = 0
-    _num_accepted: int = 0
-    # reports to be taken in: (method, arguments); and steps, each with the number that it stands for and the tokens of
-    # one of those
+    _num_chosen: int = 0  # steps since one was reported
+    # reports to be taken in: (method, arguments); and steps, each with the number that it stands for
     _reports: list[tuple[Callable[..., None], tuple[Any, ...]]] = field(default_factory=list)
-    _steps: list[tuple[StepOutcome, int, float]] = field(default_factory=list)
+    _steps: list[tuple[StepOutcome, int]] = field(default_factory=list)
     _choosing_seconds: float = 0.0  # time that the last choice took, with the reports before it
 
     def __post_init__(self) -> None:
         self.chooser = Chooser(self.costs, self.acceptance)
+        if self.is_lookup:
+            self.savings = min(self.savings, LOOKUP_ALLOWANCE)
         self._probes = Probes(self.costs, is_seen=not self.is_lookup)
 
     @property
@@ -157,8 +157,7 @@ class AutoPolicy:
     def _renew(self, kept: Kept) -> None:
         """Let the number of drafts of a choice that goes on depend on what is known now."""
         if kept.own is not None:
-            most_seconds = self._most_seconds(kept.choice, kept.longer)
-            kept.own.renew(len(kept.asked[0].tokens), most_seconds)
+            kept.own.renew(len(kept.asked[0].tokens), self._most_lost(kept.choice, kept.longer))
 
     def _passes_on(self, kept: Kept, asked: Sequence[Progress], ready: DraftChoice) -> bool:
         """Whether the choice that was kept for new requests, of which this is what they get, is kept for these ones."""
@@ -172,10 +171,9 @@ class AutoPolicy:
             return False
         return not self._should_probe(kept.choice, len(kept.asked), kept.num_others, kept.num_steps)
 
-    def _most_seconds(self, choice: DraftChoice, longer: int) -> float:
-        """Seconds of a step with drafts that the savings allow, for as long as a choice is kept."""
-        lost = (self.savings - ALLOWANCE) / (ROUNDS_KEPT * longer)  # what a step may lose, in plain steps
-        return max(choice.seconds, (1.0 + lost) * choice.plain_seconds)
+    def _most_lost(self, choice: DraftChoice, longer: int) -> float:
+        """What a step with drafts may lose, in plain steps, for as long as a choice is kept."""
+        return max(choice.worst, (self.savings - ALLOWANCE) / (ROUNDS_KEPT * longer))
 
     def _affordable(self, worst: float) -> float:
         """For how many times `ROUNDS_KEPT` steps the savings last if no draft is accepted and each loses `worst`."""
@@ -200,7 +198,7 @@ class AutoPolicy:
         kept = self._choice_for(asked, num_others, before)
         self._choosing_seconds = time.perf_counter() - start
         if not kept.is_first and self._should_probe(kept.choice, len(asked), num_others):
-            self._probes.start(kept.choice, len(asked))
+            self._probes.start(len(asked))
             num_drafts = [0] * len(asked)
             return replace(kept, num_drafts=num_drafts, longer=1, may_wait=False, is_probe=True, own=None)
         if self.is_lookup:  # nobody asks in advance whether a lookup will draft
@@ -214,7 +212,7 @@ class AutoPolicy:
         """Whether a probe is due while this is the choice, for `num_asked` requests beside others, after `num_steps`
         steps of it."""
         may_probe = self.probes and bool(choice.num_drafts) and not num_others
-        return may_probe and self._probes.is_due(num_asked, num_steps)
+        return may_probe and self._probes.is_due(choice, num_asked, num_steps)
 
     def _made_ready(self, num_requests: int) -> DraftChoice | None:
         """The choice for so many new requests, if it is made and still holds."""
@@ -295,10 +293,10 @@ class AutoPolicy:
         kept = Kept(asked, num_others, num_drafts, choice, is_first, longer, may_wait, num_made, fewest)
         is_verified_whole = not (self.is_lookup or self._gives_less or self.costs.is_padded)
         if may_wait and num_made == 1 and is_verified_whole:
-            most_seconds = self._most_seconds(choice, longer)
+            most_lost = self._most_lost(choice, longer)
             context = len(asked[0].tokens)
             kept.own = OwnNumber(
-                self.chooser, choice, self._persistence, context, most_seconds, self._least_speedup
+                self.chooser, choice, self._persistence, context, most_lost, self._least_speedup
             )
         return kept
 
@@ -342,7 +340,7 @@ class AutoPolicy:
     @property
     def _is_known(self) -> bool:
         """Whether enough is known of the requests, or of all, to compare drafts in some steps only."""
-        return self._num_taken > MOST_TAKEN or (self._kept is not None and not self._kept.is_first)
+        return self._num_taken > KNOWN_FROM or (self._kept is not None and not self._kept.is_first)
 
     def shadows(self, chosen: Sequence[int], num_others: int) -> Sequence[int]:
         num_requests, most = len(chosen) + num_others, self.levels[-1]
@@ -359,7 +357,10 @@ class AutoPolicy:
             return RowPrice()
         if kept.price is None:
             num_requests = len(kept.asked) + kept.num_others
-            kept.price = row_price(self.costs, kept.choice, kept.num_made, num_requests, is_cut=self.is_cut)
+            length = sum(len(request.tokens) for request in kept.asked) / len(kept.asked)
+            kept.price = row_price(
+                self.costs, kept.choice, kept.num_made, num_requests, length, is_cut=self.is_cut
+            )
         return kept.price
 
     def will_draft(self, request: Progress, num_others: int, num_lost: int = 0) -> bool:
@@ -373,11 +374,14 @@ class AutoPolicy:
         plain = choice.plain_seconds
         num_tokens = min(MOST_TOKENS, request.spec.limit - len(request.tokens))
         saved = num_tokens * (plain / num_requests - choice.seconds / choice.tokens)
-        shown = len(request.tokens) * self.costs.prompt_row_seconds
+        shown = (len(request.tokens) - request.num_computed) * self.costs.prompt_row_seconds
         price = shown + num_lost * self.costs.target_row_seconds
         is_affordable = num_requests * price < (self.savings - ALLOWANCE) * plain
         doubt = 0.0 if is_affordable else self.acceptance.accepted.doubt
-        return saved > price * (WORTH_SHOWING + doubt * (SURELY_WORTH - WORTH_SHOWING))
+        is_worth_it = saved > price * (WORTH_SHOWING + doubt * (SURELY_WORTH - WORTH_SHOWING))
+        if not is_worth_it and saved > 0:
+            self.costs.doubt_prompts()
+        return is_worth_it
 
     def predict(self, num_requests: int, context: int = 0, num_tokens: float = math.inf) -> Prediction:
         """The expected speed-up for `num_requests` new requests with `context` tokens in all, until the first of them
@@ -397,41 +401,47 @@ class AutoPolicy:
         record = request.records[self.number]
         if num_drafts < num_asked and not self._gives_less:
             self._gives_less = True
-            self.acceptance.count_full(self._num_full)
+            self.acceptance.count_full(self._full)
         if self._gives_less:
             self._report(self.acceptance.count_given, record, num_asked, num_drafts)
         else:  # there is nothing to learn
-            self._num_full += 1
+            self._full[num_asked] += 1
             record.last_asked, record.last_given = num_asked, num_drafts
 
     def verified(self, request: Progress, num_drafted: int, num_accepted: int) -> None:
-        self._num_rounds += 1
-        self._num_accepted += num_accepted
         if self._kept is not None:
             self._kept.count_round(num_drafted, num_accepted)
         self._report(self.acceptance.count, request.records[self.number], num_drafted, num_accepted)
 
     def compared(self, request: Progress, found: Comparison) -> None:
-        if found.num_accepted > found.num_before:
-            self._shadow_turns.hit()
+        num_more = found.num_accepted - found.num_before
+        if num_more:
+            kept = self._kept
+            num_requests = len(kept.asked) + kept.num_others if kept is not None else 1
+            self._shadow_turns.hit(num_more / num_requests)
         self._report(self.acceptance.count_compared, request.records[self.number], found)
 
-    def prompted(self, num_rows: int, draft_seconds: float) -> None:
-        self.costs.observe_prompt(num_rows, draft_seconds)
+    def prompted(self, num_rows: int, draft_seconds: float, num_asked: int = 0, num_drafts: int = 0) -> None:
+        of_rows = draft_seconds - self.costs.draft.at(num_asked, num_drafts)
+        if of_rows <= 0:
+            return
+        self.costs.observe_prompt(num_rows, of_rows)
         if self._ready is not None:  # made for as many requests as will soon decode together
-            price = draft_seconds / self._ready.choice.plain_seconds
+            price = of_rows / self._ready.choice.plain_seconds
             self.savings = max(min(self.savings, ALLOWANCE), self.savings - price)
 
-    def finished(self, step: StepOutcome) -> None:
+    def finished(self, step: StepOutcome, num_steps: int = 0) -> None:
+        """See `Policy`. `num_steps`: for how many a step without drafts stands, if not for `plain_every`."""
         kept = self._kept
         is_probed = self.is_probing and step.is_plain  # its first step verifies the drafts that there are
-        num_plain = self.plain_every // PLAIN_EVERY
+        num_plain = (num_steps or self.plain_every) // PLAIN_EVERY
         is_settling = is_probed and kept is not None and kept.num_told < NUM_SETTLING
         if is_probed and not self.is_lookup and not is_settling:
             self._probes.steps.append(step)
         elif not is_settling:
-            num_steps = 0 if is_probed else num_plain if step.is_plain else self.report_every
-            self._steps.append((step, num_steps, self._tokens_of(step)))
+            number = 0 if is_probed else num_plain if step.is_plain else self.report_every
+            self._steps.append((step, number))
+            self._num_chosen = 0
         # those without drafts are alike, and nothing is risked until the next choice
         waits = step.is_plain if kept is None else kept.may_wait or not kept.choice.num_drafts
         if not waits or len(self._steps) >= MOST_STEPS:
@@ -439,30 +449,21 @@ class AutoPolicy:
         if kept is not None and not step.is_shadow and (step.is_plain or not kept.is_probe):
             kept.count_told(STAKE * self.savings)
 
-    def rested(self) -> None:
-        """A reported step had no drafts of these drafters, whoever else made some."""
+    def rested(self, num_steps: int) -> None:
+        """So many steps had no drafts of these drafters, whoever else made some; one of them was reported."""
         if not self.is_probing:
-            self._fade(1)
-            self._save(INCOME)
+            self._fade(num_steps / PLAIN_EVERY)
+            self._save(INCOME * num_steps / PLAIN_EVERY)
         if self._kept is not None:
             self._kept.count_told(STAKE * self.savings)
 
-    def _tokens_of(self, step: StepOutcome) -> float:
-        """Tokens of a step: on the average of those that this one stands for, if their drafts were reported. By one in
-        eight alone two unlucky ones would end drafting that pays."""
-        found = float(step.num_tokens)
-        if self._num_rounds and self._num_chosen and not step.is_plain:
-            found = step.num_requests + self._num_accepted / self._num_chosen
-        self._num_chosen = self._num_rounds = self._num_accepted = 0
-        return found
-
-    def _take_steps(self, steps: Sequence[tuple[StepOutcome, int, float]]) -> None:
+    def _take_steps(self, steps: Sequence[tuple[StepOutcome, int]]) -> None:
         """Correct the costs and the savings by these steps."""
         every = OBSERVED_EVERY * (self._kept.longer if self._kept is not None else 1)
-        resting = [step for step, num_steps, _ in steps if step.is_plain and num_steps and step.is_typical]
+        resting = [step for step, num_steps in steps if step.is_plain and num_steps and step.is_typical]
         self.costs.observe_alike(resting)
         is_resting = self._kept is None or not self._kept.choice.num_drafts
-        for step, num_steps, num_tokens in steps:
+        for step, num_steps in steps:
             if step.is_plain and num_steps:
                 if step.is_typical:
                     self._num_unobserved = 0
@@ -471,8 +472,9 @@ class AutoPolicy:
                 continue
             if step.is_shadow and is_resting:
                 self.costs.observe_drafting(step)
-                plain = self.costs.plain(step.num_requests, step.context)
-                self._shadow_turns.took(step.seconds / plain - 1.0)
+                if step.is_typical:
+                    plain = self.costs.plain(step.num_requests, step.context)
+                    self._shadow_turns.took(step.seconds / plain - 1.0)
                 continue
             self._num_unobserved += num_steps
             is_rare = step.is_plain or step.is_shadow
@@ -481,9 +483,9 @@ class AutoPolicy:
                 self._num_unobserved = 0
                 self.costs.observe(step)
             if not is_rare:
-                self._save(num_steps * (num_tokens / step.num_requests - self._longer(step)))
+                self._save(num_steps * (step.tokens_per_request - self._longer(step)))
 
-    def _fade(self, num_steps: int) -> None:
+    def _fade(self, num_steps: float) -> None:
         """Let what is known of acceptance fade by steps without drafts: by fewer if drafts are seldom compared, since
         what those tell is to last."""
         self.acceptance.fade(num_steps * self._shadow_turns.frequency)

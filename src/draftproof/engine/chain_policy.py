@@ -88,20 +88,20 @@ class ChainPolicy:
     def finished(self, step: StepOutcome) -> None:
         most = max(self._parts.of_models, default=0)
         if most:
+            self.lookups.rested(self.report_every)
             self.models.finished(step._replace(num_drafts=most))
-            self.lookups.rested()
         elif step.is_plain:
             # in a probe each step is told, which would be too many for the models
-            is_probing = self.lookups.is_probing
+            num_steps = 0 if self.lookups.is_probing else self.plain_every
             self.lookups.finished(step)
-            if not is_probing:
-                self.models.finished(step)
+            if num_steps:
+                self.models.finished(step, num_steps)
         else:
+            self.models.rested(self.report_every)
             self.lookups.finished(step)
-            self.models.rested()
 
-    def prompted(self, num_rows: int, draft_seconds: float) -> None:
-        self.models.prompted(num_rows, draft_seconds)
+    def prompted(self, num_rows: int, draft_seconds: float, num_asked: int = 0, num_drafts: int = 0) -> None:
+        self.models.prompted(num_rows, draft_seconds, num_asked, num_drafts)
 
     def predict(self, num_requests: int, context: int = 0, num_tokens: float = math.inf) -> Prediction:
         """The speed-up by whichever of the two gains more: both together gain at least as much."""

@@ -9,6 +9,7 @@ result adds to a request (`deltas.py`), the search for the request that makes st
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -36,6 +37,8 @@ from draftproof.engine.scheduler import PlannedRows, Scheduler, SchedulerOutput
 from draftproof.engine.trials import Trials
 from draftproof.metrics import DrafterStats, EngineLoad, EngineStats
 from draftproof.types import FinishReason
+
+logger = logging.getLogger(__name__)
 
 
 class EngineCore:
@@ -156,6 +159,7 @@ class EngineCore:
                 step.without_drafter,
                 wanted.shadowing,
                 has_prompts,
+                step.without_drafter or step.without_models,
             )
         )
         self.stats.target_seconds += pending.target_seconds
@@ -225,12 +229,9 @@ class EngineCore:
             drafter.num_faults = num_faults
 
     def _apply(self, request: Progress, scheduled: ScheduledRequest, result: RowResult) -> None:
-        """Apply a result to a request that still runs: update statistics and policy, add its delta, finish it."""
+        """Apply a result to a request that still runs: add its delta, finish it, update statistics and policy. In this
+        order: if the policy raises, the request goes on from its tokens, so they must have been told of."""
         delta, num_observed = take_over(request, scheduled, result)
-        self.stats.num_generated_tokens += len(delta.token_ids)
-        if delta.is_round:
-            self.stats.record_round(delta.drafter, delta.num_drafted, delta.num_accepted)
-        self._report(request, scheduled, result, delta, num_observed)
         if delta.says_something:
             self._deltas.append(delta)
         reason = delta.finish_reason
@@ -242,6 +243,10 @@ class EngineCore:
             )
         if reason is not None:
             self._finish(request, reason)
+        self.stats.num_generated_tokens += len(delta.token_ids)
+        if delta.is_round:
+            self.stats.record_round(delta.drafter, delta.num_drafted, delta.num_accepted)
+        self._report(request, scheduled, result, delta, num_observed)
 
     def _report(
         self,
@@ -428,6 +433,7 @@ class EngineCore:
 
     def _after_failure(self, error: Exception) -> None:
         """A step raised: find the request at fault and fail it alone. All others are recomputed from their ids."""
+        logger.warning("a step raised; its requests are recomputed from their ids", exc_info=error)
         failed = list(self._step_requests)
         try:
             self._take_in(0)

@@ -19,7 +19,10 @@ from draftproof.engine.pace import Pace
 
 HOST_RATE = 0.05  # weight of a new step in the average of the host's seconds
 PROMPT_RATE = 0.25  # weight of a new step with prompts in the average of the drafter's seconds per prompt row
-MOST_SLOWER_HOST = 2.0  # a step's host seconds count for at most this many times what is expected
+MOST_SLOWER = 2.0  # a step's host seconds, and a prompt's, count for at most this many times what is expected
+# What is left of the price of a prompt with each that is not shown for it: half after 350. One that is too high would
+# never be corrected.
+PROMPT_BELIEVED = 0.998
 LEAST_HOST = 0.1  # part of the average that a step's host seconds are at least
 SIMILAR_ROWS = 0.05  # numbers of rows that differ by less of their mean say little of what a row takes
 # Weight, in steps, of the first guess of what a row takes: nothing. A step counts as much if its rows differ from the
@@ -47,20 +50,22 @@ def levels_of(num_requests: int, levels: tuple[int, ...]) -> tuple[int, ...]:
 def rounded_rows(num_requests: int, num_rows: int, most_drafts: int) -> int:
     """Number of rows that a decode-only step with drafts is padded to, if it is in no bucket: few sizes are recorded.
 
-    The next of `ROW_SIZES`, but at most 1 + `most_drafts` rows per request. Steps that are too large to be recorded are
-    not padded. Example: four requests with 6, 2, 5 and 4 rows: 17, which becomes 18.
+    The next of `ROW_SIZES`, but at most 1 + `most_drafts` rows per request, if there are no more: in a chain others may
+    make more drafts. Steps that are too large to be recorded are not padded. Example: four requests with 6, 2, 5 and 4
+    rows: 17, which becomes 18.
     """
     if not num_requests < num_rows <= MAX_GRAPH_ROWS:
         return num_rows
     rounded = ROW_SIZES[bisect_left(ROW_SIZES, num_rows)]
-    return min(rounded, num_requests * (1 + most_drafts))
+    return max(num_rows, min(rounded, num_requests * (1 + most_drafts)))
 
 
 class StepOutcome(NamedTuple):
     """A finished decode-only step. `num_rows`: of all R requests; `num_drafts`: the most that a request wanted next;
     `num_tokens`: emitted; `context`: tokens of all requests before the step; `host_seconds`: part of `seconds` outside
     both passes; `is_shadow`: its drafts were shadows; `draft_seconds`: of the drafter for
-    `num_asked` requests, 0: not known; `is_typical`: whether its time is that of such steps."""
+    `num_asked` requests, 0: not known; `is_typical`: whether its time is that of such steps; `each_tokens`: that a
+    request got in a step, on the average of those since the last one that was reported; 0: as in this one."""
 
     num_requests: int
     num_rows: int
@@ -73,12 +78,18 @@ class StepOutcome(NamedTuple):
     draft_seconds: float = 0.0
     num_asked: int = 0
     is_typical: bool = True
+    each_tokens: float = 0.0
 
     @property
     def is_last(self) -> bool:
         """Whether it verified drafts and made none. A drafter with keys sees its rows all the same, for which no other
         step's time speaks."""
         return not self.num_drafts and self.num_rows > self.num_requests
+
+    @property
+    def tokens_per_request(self) -> float:
+        """Of such steps: by one in eight alone two unlucky ones would end drafting that pays."""
+        return self.each_tokens or self.num_tokens / self.num_requests
 
     @property
     def is_plain(self) -> bool:
@@ -202,9 +213,9 @@ class HostCosts:
     def observe(self, num_rows: int, seconds: float) -> None:
         """Note what a step took."""
         if self.seconds:
-            seconds = min(seconds, MOST_SLOWER_HOST * self.at(num_rows))
+            seconds = min(seconds, MOST_SLOWER * self.at(num_rows))
         if self._num_told == 1:
-            self.seconds = min(self.seconds, MOST_SLOWER_HOST * seconds)
+            self.seconds = min(self.seconds, MOST_SLOWER * seconds)
         if not self._num_told:
             self._num_rows = num_rows
         self._num_told += 1
@@ -329,7 +340,13 @@ class StepCosts:
     def observe_prompt(self, num_rows: int, draft_seconds: float) -> None:
         """Note that the drafter took `draft_seconds` for `num_rows` rows, most of them of prompts."""
         found, known = draft_seconds / num_rows, self.prompt_row_seconds
+        if known:
+            found = min(found, MOST_SLOWER * known)
         self.prompt_row_seconds = known + (PROMPT_RATE if known else 1.0) * (found - known)
+
+    def doubt_prompts(self) -> None:
+        """Believe a little less in what prompts take, since one was not shown for that."""
+        self.prompt_row_seconds *= PROMPT_BELIEVED
 
     def _kind(self, num_requests: int, num_rows: int, num_drafts: int) -> tuple[int, int]:
         """(steps that share a `Pace`, kind within it; kind 0: steps without drafts). With padding to buckets each

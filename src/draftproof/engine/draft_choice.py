@@ -20,9 +20,9 @@ WORTH_IT = 1.03
 # few rounds tell little of a request, and the first the least.
 WORTH_GOING_ON = 0.95
 # Least gain for which a padded step of several requests has more drafts: with more drafts requests end at more
-# different times, and those that are left at the end are few. Example: 64 requests, drafts that are right at 0.6. Three
-# drafts gain 4 % over one in steps of all requests, and lose 2 % until the last has ended.
-WORTH_MORE = 1.05
+# different times, and those that are left at the end are few. Example: 64 requests, drafts that are right at 0.8. Three
+# drafts gain 5 % over one in steps of all requests, and 2 % until the last has ended.
+WORTH_MORE = 1.03
 # Part of a stake that a step with more than the fewest drafts may risk: many steps with few drafts tell more than one
 # with many.
 RISKED_ON_MANY = 0.4
@@ -147,7 +147,7 @@ class Chooser:
         stakes = stake, stake * RISKED_ON_MANY
 
         def search(limits: tuple[float, float]) -> DraftChoice:
-            found = best_of(counts, num_requests, context, limits)
+            found = best_of(counts, num_requests, context, limits, worth * plain.speed)
             if found is None or found.speed <= worth * plain.speed:
                 return plain
             worst = found.seconds / plain.seconds - 1.0
@@ -164,24 +164,34 @@ class Chooser:
         return search((plain.seconds * (1.0 + stakes[0]), plain.seconds * (1.0 + stakes[1])))
 
     def _best_alike(
-        self, counts: Mapping[RequestClass, int], num_requests: int, context: int, most: tuple[float, float]
+        self,
+        counts: Mapping[RequestClass, int],
+        num_requests: int,
+        context: int,
+        most: tuple[float, float],
+        least: float,
     ) -> DraftChoice | None:
         """The best choice with one level for all requests, of those that take at most `most` seconds: with the first
-        level, and with others. Fewer drafts, if more are hardly better."""
+        level, and with others. Fewer drafts, if more are hardly better, and fewer are faster than `least`."""
         first, best = self.costs.levels[1], None
         worth_more = WORTH_MORE if num_requests > 1 else 1.0
         for level in self.costs.levels_for(num_requests)[1:]:
             num_drafts = dict.fromkeys(counts, level)
             tokens = num_requests + _num_accepted(counts, num_drafts, self.acceptance.survival)
             seconds = self.costs.step(num_requests, num_requests * (1 + level), level, context)
-            if seconds <= most[level > first] and (
-                best is None or tokens / seconds > worth_more * best.speed
-            ):
+            speed = tokens / seconds
+            is_better = best is None or speed > max(least, worth_more * best.speed)
+            if seconds <= most[level > first] and speed > least and is_better:
                 best = DraftChoice(num_drafts, tokens, seconds, tokens)
         return best
 
     def _best_ragged(
-        self, counts: Mapping[RequestClass, int], num_requests: int, context: int, most: tuple[float, float]
+        self,
+        counts: Mapping[RequestClass, int],
+        num_requests: int,
+        context: int,
+        most: tuple[float, float],
+        least: float,
     ) -> DraftChoice | None:
         """The best choice that admits `_parts` in order, of those that take at most `most` seconds if anybody has
         drafts: with the first level, and with others. Where only some rounds have drafts, many steps of few requests

@@ -11,7 +11,7 @@ from draftproof.engine.interface import RowPrice, RowResult, Runner, ScheduledRe
 from draftproof.engine.policy import Parts, Policy
 from draftproof.engine.progress import Progress
 from draftproof.engine.scheduler import PlannedRows, Scheduler
-from draftproof.engine.shadows import Shadow, Shadowing
+from draftproof.engine.shadows import Shadow, Shadowing, compare_all
 
 COMPARED_EVERY = 4  # steps between comparisons of drafts with the output
 # Steps after one with prompts, on a CPU, that say nothing of how long such steps take: a prompt's products slow the
@@ -82,6 +82,9 @@ class Drafting:
         self._last_end = 0.0  # when the policy had heard of it
         self._num_since_prompts = 0  # finished steps
         self._num_left_out = 0  # finished steps since one that no prompt has slowed
+        # since a step with drafts was reported, in all such steps: tokens, and requests
+        self._num_tokens = 0
+        self._num_requests = 0
 
     def use(self, policy: Policy) -> None:
         """Consult this policy from now on."""
@@ -179,14 +182,9 @@ class Drafting:
         at its end: at the same times whether they are right or wrong, else what is wrong would be known earlier."""
         if num_steps % COMPARED_EVERY and not is_last:
             return
-        open_shadows = []
-        for shadow in request.shadows:
-            found = shadow.compare(request.tokens)
-            if found is not None:
-                self.policy.compared(request, found)
-            if found is None or not found.is_last:
-                open_shadows.append(shadow)
-        request.shadows = open_shadows
+        found, request.shadows = compare_all(request.shadows, request.tokens)
+        for comparison in found:
+            self.policy.compared(request, comparison)
 
     def _keep_shadows(self, flight: InFlightStep, results: Sequence[RowResult], shadowing: Shadowing) -> None:
         """Keep those drafts of a finished step that are compared, and drop those that are not to be verified."""
@@ -250,8 +248,11 @@ class Drafting:
         is_told = was_wanted and not is_late and not flight.pending.is_warming
         if is_ahead:
             self._run.count(flight.scheduled if is_told and not flight.has_prompts else None, before)
-        policy = self.policy
-        every = policy.plain_every if flight.without_drafter else policy.report_every
+        policy, is_plain = self.policy, flight.is_plain
+        if not (is_plain or flight.has_prompts):
+            self._num_tokens += sum(len(result.token_ids) for result in results)
+            self._num_requests += len(results)
+        every = policy.plain_every if is_plain else policy.report_every
         if num_steps % every and not flight.has_prompts:
             return
         if not is_told:
@@ -267,7 +268,13 @@ class Drafting:
         host_seconds = max(0.0, seconds - passes)
         if policy.is_probing:
             seconds -= pending.draft_seconds
-        policy.finished(flight.outcome(results, seconds, host_seconds, draft_seconds, is_typical=is_typical))
+        each_tokens = 0.0
+        if self._num_requests and not is_plain:
+            each_tokens = self._num_tokens / self._num_requests
+            self._num_tokens = self._num_requests = 0
+        policy.finished(
+            flight.outcome(results, seconds, host_seconds, draft_seconds, each_tokens, is_typical=is_typical)
+        )
 
     def _alone(self, start: float, now: float) -> float:
         """Seconds of a step that overlaps with none, planned from `start` on: with what the caller did since the step
@@ -285,10 +292,14 @@ class Drafting:
         return self._num_left_out == 0 or self._num_left_out > MOST_LEFT_OUT
 
     def _prompted(self, flight: InFlightStep) -> None:
-        """Report the drafter's time for a step with prompts, where the host's clock measures it."""
-        if self._has_kv and not self._runner.async_depth and not flight.without_drafter:
-            num_rows = sum(s.num_rows for s in flight.scheduled)
-            self.policy.prompted(num_rows, flight.pending.draft_seconds)
+        """Report the drafter's time for a step most of whose rows are prompts', where the host's clock measures it."""
+        if not self._has_kv or self._runner.async_depth or flight.without_models:
+            return
+        num_rows = sum(s.num_rows for s in flight.scheduled)
+        num_of_prompts = sum(s.num_rows - s.num_sampled for s in flight.scheduled)
+        if num_of_prompts > num_rows / 2:
+            asked = [s.num_drafts for s in flight.scheduled if s.num_drafts]
+            self.policy.prompted(num_rows, flight.pending.draft_seconds, len(asked), max(asked, default=0))
 
 
 def _of_rows(rows: Sequence[PlannedRows], asked: Sequence[Progress], numbers: Sequence[int]) -> list[int]:

@@ -23,6 +23,12 @@ class InFlightStep:
     without_drafter: bool = False
     shadowing: Shadowing | None = None
     has_prompts: bool = False  # not every request decoded
+    without_models: bool = False  # no drafter with a model saw it
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it verifies no drafts and makes none, though a drafter may see it."""
+        return self.without_drafter or all(s.num_drafts == 0 and s.num_sampled <= 1 for s in self.scheduled)
 
     @property
     def is_shadow(self) -> bool:
@@ -38,6 +44,7 @@ class InFlightStep:
         seconds: float,
         host_seconds: float,
         draft_seconds: float,
+        each_tokens: float,
         *,
         is_typical: bool,
     ) -> StepOutcome:
@@ -61,4 +68,5 @@ class InFlightStep:
             draft_seconds,
             num_asked,
             is_typical,
+            each_tokens,
         )

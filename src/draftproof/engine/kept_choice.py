@@ -39,8 +39,8 @@ class Kept:
     is_first: bool
     longer: int
     may_wait: bool
-    num_made: int = 0  # requests that it was made for, others included
-    fewest: float = 0.0  # requests with which it is still kept
+    num_made: int  # requests that it was made for, others included
+    fewest: float  # requests with which it is still kept
     is_probe: bool = False  # see `probes.py`
     longer_by_size: dict[tuple[int, int, int], float] = field(
         default_factory=dict

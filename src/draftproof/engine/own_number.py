@@ -24,15 +24,15 @@ class OwnNumber:
 
     `choice` is for one request, in steps that are not padded, whose drafter always has all drafts that it is asked for.
     `persistence`: of what such requests had more than was expected of their class. `context`: tokens of the request;
-    `most_seconds`: of a step with drafts, as long as the savings allow; `least_speedup`: with which drafts go on.
-    `worst`: what a step loses against a plain one, in plain steps, if no draft is accepted: at most, with the numbers
-    that were given so far."""
+    `most_lost`: what a step with drafts may lose, in plain steps, as the savings allow; `least_speedup`: with which
+    drafts go on. `worst`: what a step loses against a plain one, in plain steps, if no draft is accepted: at most, with
+    the numbers that were given so far."""
 
     chooser: Chooser
     choice: DraftChoice
     persistence: Persistence
     context: int
-    most_seconds: float
+    most_lost: float
     least_speedup: float
     worst: float = field(init=False)
     is_worse: bool = False  # clearly fewer drafts are accepted than the choice expects: half the odds
@@ -42,17 +42,17 @@ class OwnNumber:
     _seen: float = 0.0  # drafts that were looked at
     _shift: float = 0.0  # by how much the share of accepted ones was higher than expected, shrunk
     _hits_of: Sequence[float] = ()  # expected number of accepted ones, by how many were looked at
-    _seconds: Sequence[tuple[int, float]] = ()  # (number of drafts, seconds of a step)
+    _longer: Sequence[tuple[int, float]] = ()  # (number of drafts, plain steps that a step with them takes)
     _numbers: dict[int, int] = field(default_factory=dict)  # by odds, as in `RequestClass`
 
     def __post_init__(self) -> None:
         ((its_class, _),) = self.choice.num_drafts.items()
         self._odds, self.worst = its_class.odds, self.choice.worst
 
-    def renew(self, context: int, most_seconds: float) -> None:
+    def renew(self, context: int, most_lost: float) -> None:
         """Go by what costs and acceptance are now known to be."""
-        self.context, self.most_seconds, self.worst = context, most_seconds, self.choice.worst
-        self._hits_of = self._seconds = ()
+        self.context, self.most_lost, self.worst = context, most_lost, self.choice.worst
+        self._hits_of = self._longer = ()
         self._numbers.clear()
 
     def restart(self) -> None:
@@ -85,13 +85,14 @@ class OwnNumber:
     def _best(self, odds: int) -> int:
         """The number of drafts with the most tokens a second at these odds, as the chooser counts them."""
         costs, tokens = self.chooser.costs, self.chooser.counted_on(self.chooser.tokens(1.0, odds))
-        if not self._seconds:
-            self._seconds = [(k, costs.step(1, 1 + k, k, self.context)) for k in costs.levels[1:]]
-        best, speed, taken = 0, self.least_speedup / self.choice.plain_seconds, 0.0
-        for number, seconds in self._seconds:
-            if tokens[number] > speed * seconds and seconds <= self.most_seconds:
-                best, speed, taken = number, tokens[number] / seconds, seconds
-        self.worst = max(self.worst, taken / self.choice.plain_seconds - 1.0)
+        if not self._longer:
+            plain = costs.plain(1, self.context)
+            self._longer = [(k, costs.step(1, 1 + k, k, self.context) / plain) for k in costs.levels[1:]]
+        best, speed, lost = 0, self.least_speedup, 0.0
+        for number, longer in self._longer:
+            if tokens[number] > speed * longer and longer <= 1.0 + self.most_lost:
+                best, speed, lost = number, tokens[number] / longer, longer - 1.0
+        self.worst = max(self.worst, lost)
         return best
 
 

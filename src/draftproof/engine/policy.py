@@ -84,8 +84,9 @@ class Policy(Protocol):
         """A decode-only step has finished."""
         ...
 
-    def prompted(self, num_rows: int, draft_seconds: float) -> None:
-        """The drafter took `draft_seconds` for `num_rows` rows, most of them of prompts."""
+    def prompted(self, num_rows: int, draft_seconds: float, num_asked: int = 0, num_drafts: int = 0) -> None:
+        """The drafter took `draft_seconds` for `num_rows` rows, most of them of prompts, and for `num_drafts` drafts of
+        each of `num_asked` requests."""
         ...
 
 
@@ -125,5 +126,5 @@ class FixedPolicy:
     def finished(self, step: StepOutcome) -> None:
         pass
 
-    def prompted(self, num_rows: int, draft_seconds: float) -> None:
+    def prompted(self, num_rows: int, draft_seconds: float, num_asked: int = 0, num_drafts: int = 0) -> None:
         pass

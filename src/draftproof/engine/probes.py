@@ -17,7 +17,7 @@ PROBED_STEPS, PROBED_SHARE = 6, 0.005
 # for one request of `small`: 1.31 ms for the target's pass, 1.06 where all steps are plain.
 NUM_SETTLING = 3
 CLEARLY_LESS = 0.95
-FIRST_PROBED = 64  # steps with drafts after which that is first done, whatever is lost by it
+FEWEST_APART = 64  # steps with drafts before a probe, at least
 
 
 @dataclass(slots=True)
@@ -27,26 +27,27 @@ class Probes:
     costs: StepCosts
     is_seen: bool
     steps: list[StepOutcome] = field(default_factory=list)  # those that are only a bound
-    _until: dict[int, float] = field(default_factory=dict)  # by the bit length of the number of requests
+    # steps with drafts since one had none, by the bit length of the number of requests
+    _num_drafted: dict[int, int] = field(default_factory=dict)
 
-    def is_due(self, num_requests: int, num_steps: int = 0) -> bool:
-        """Whether a probe is due for about so many requests, after `num_steps` steps with drafts that are yet to be
-        counted."""
-        return self._until.get(num_requests.bit_length(), FIRST_PROBED) <= num_steps
-
-    def start(self, choice: DraftChoice, num_requests: int) -> None:
-        """A probe is made instead of this choice, which has drafts: the next is due later."""
+    def is_due(self, choice: DraftChoice, num_requests: int, num_steps: int = 0) -> bool:
+        """Whether a probe is due instead of this choice, which has drafts, after `num_steps` steps with drafts that are
+        yet to be counted."""
         plain = choice.plain_seconds
         lost = choice.speed * plain / num_requests - 1.0  # plain steps that each step loses
         if self.is_seen:
             lost += self.costs.draft.at(num_requests, self.costs.levels[1]) / plain
-        self._until[num_requests.bit_length()] = PROBED_STEPS * lost / PROBED_SHARE
+        num_drafted = self._num_drafted.get(num_requests.bit_length(), 0) + num_steps
+        return num_drafted >= max(FEWEST_APART, PROBED_STEPS * lost / PROBED_SHARE)
+
+    def start(self, num_requests: int) -> None:
+        """A probe is made for so many requests: the next is due later."""
+        self._num_drafted[num_requests.bit_length()] = 0
 
     def count(self, num_requests: int, num_steps: int, *, has_drafts: bool) -> None:
         """Count steps of so many requests that were no probe's."""
         about_as_many = num_requests.bit_length()
-        until = self._until.get(about_as_many, FIRST_PROBED)
-        self._until[about_as_many] = until - num_steps if has_drafts else max(until, FIRST_PROBED)
+        self._num_drafted[about_as_many] = has_drafts * (self._num_drafted.get(about_as_many, 0) + num_steps)
 
     def settle(self) -> None:
         """Correct the costs by the steps of a probe that has ended."""

@@ -16,7 +16,9 @@ SHADOW_SHARE = 0.0125
 # have shadow drafts.
 LEAST_APART = PLAIN_EVERY + 1
 LEAST_FREQUENCY = 1 / 8  # what is known fades at least so fast, relative to the fastest
-NUM_SOON = 4  # times that drafts are made as often as they may be, once one was right
+NUM_SOON = (
+    4  # times that drafts are made as often as they may be, once they would have gained what making them took
+)
 MOST_SHADOWS = 8  # requests of a step whose drafts are compared
 # Drafts of the same requests are later compared in one of so many steps. Prime to `OBSERVED_EVERY`: else all reported
 # steps could have such drafts, or none.
@@ -28,7 +30,7 @@ MOST_LONGER = 1.0  # a step without drafts to verify counts as longer by at most
 @dataclass(slots=True)
 class ShadowTurns:
     """Those that draft have shadow drafts, while little is known in each step and later in some, and now and then all
-    have: the more often the less it takes, and soon again where some were right. Few at a time, in turn."""
+    have: the more often the less it takes, and soon again where they would have paid. Few at a time, in turn."""
 
     _longer: float = (
         0.0  # plain steps that one takes besides which makes drafts and verifies none: an average
@@ -37,6 +39,9 @@ class ShadowTurns:
     _until_some: int = 0  # steps until those that draft have
     _apart: int = LEAST_APART  # steps between the last two for all
     _num_soon: int = 0  # times that all still have shadow drafts as often as they may
+    _gained: float = (
+        0.0  # plain steps that the drafts made for all would have gained, since they were last made
+    )
     _first: list[int] = field(default_factory=lambda: [0, 0])  # whose turn it is: of those that draft, of all
 
     @property
@@ -48,10 +53,12 @@ class ShadowTurns:
         """Note that a step took so many plain steps besides, which made drafts for all while none are verified."""
         self._longer += RATE * (min(longer, MOST_LONGER) - self._longer)
 
-    def hit(self) -> None:
-        """Note that a shadow draft was right."""
-        self._num_soon = NUM_SOON
-        self._until_all = min(self._until_all, LEAST_APART)
+    def hit(self, gained: float) -> None:
+        """Note that shadow drafts were right, which would have gained so many plain steps."""
+        self._gained += gained
+        if self._gained > self._longer:
+            self._num_soon = NUM_SOON
+            self._until_all = min(self._until_all, LEAST_APART)
 
     def next(
         self, chosen: Sequence[int], most: int, drafting: Callable[[int], float], *, is_known: bool
@@ -64,6 +71,7 @@ class ShadowTurns:
         of_all = self._until_all <= 0 and not all(chosen)
         if of_all:
             self._until_all = self._apart = self._steps_apart(len(chosen), drafting)
+            self._gained = 0.0
             its_turn = list(range(len(chosen)))
         elif self._until_some <= 0 or not is_known:
             self._until_some = SHADOWS_EVERY

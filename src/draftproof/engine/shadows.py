@@ -65,3 +65,15 @@ class Shadow:
             number += 1
         self.num_accepted = number
         return Comparison(self.num_asked, len(self.drafts), before, number, is_rejected) if known else None
+
+
+def compare_all(shadows: Sequence[Shadow], tokens: Sequence[int]) -> tuple[list[Comparison], list[Shadow]]:
+    """What a request's `tokens` so far tell of its shadow drafts that is new, and those of which more is to come."""
+    found, still_open = [], []
+    for shadow in shadows:
+        comparison = shadow.compare(tokens)
+        if comparison is not None:
+            found.append(comparison)
+        if comparison is None or not comparison.is_last:
+            still_open.append(shadow)
+    return found, still_open

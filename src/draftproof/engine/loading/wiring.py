@@ -241,7 +241,7 @@ def _chain_policy(costs: StepCosts, drafters: Drafters, *, is_cut: bool) -> Chai
     of_lookups, of_models = copy.deepcopy(costs), copy.deepcopy(costs)
     of_lookups.draft = DraftCosts()
     most = max(drafters.most[i] for i in range(drafters.num_own) if i not in drafters.lookups)
-    of_models.levels = tuple(k for k in costs.levels if k <= most)
+    of_models.levels = (*(k for k in costs.levels if k < most), most)
     return ChainPolicy(
         AutoPolicy(
             of_lookups,
