@@ -158,10 +158,10 @@ def check_choice(name: str, value: object, allowed: Collection[object]) -> None:
 
 def no_such_choice(name: str, value: object, allowed: Iterable[object]) -> ValueError:
     """The error for a value that is not in `allowed`, with the nearest allowed value."""
-    names = [str(one) for one in allowed]
-    return ValueError(
-        f"{name}={shown(value)}: {did_you_mean(value, names) or 'must be one of ' + ', '.join(names)}"
-    )
+    each = list(allowed)
+    names = [str(one) for one in each if one is not None]
+    all_names = f"must be one of {', '.join(names)}{', or left out' if None in each else ''}"
+    return ValueError(f"{name}={shown(value)}: {did_you_mean(value, names) or all_names}")
 
 
 def did_you_mean(value: object, known: Iterable[str]) -> str:

@@ -40,6 +40,15 @@ def test_a_head_that_is_never_right_is_told(capsys: pytest.CaptureFixture[str]) 
     assert "wrong: the first draft is right in 0% of the rounds" in out and "faults" not in out
 
 
+def test_a_drafter_that_has_fewer_drafts_than_asked_for_is_measured(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert main(["doctor", str(assets.path(assets.TARGET)), "examples.custom_drafter.LastSeen", *FAST]) == 0
+    out = capsys.readouterr().out
+    assert "with all drafts (K=5), measured" in out and "wrong" not in out
+    assert "a step raised" not in caplog.text
+
+
 def test_a_pair_that_does_not_fit_is_refused_with_the_reason(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -777,6 +777,46 @@ def test_no_token_is_lost_where_the_policy_raises(
     assert calls[0] >= number and "of the policy" in caplog.text
 
 
+class Resting(Chosen):
+    """No drafts; need not be asked for up to three steps. Notes the steps that it was asked for or told to rest in."""
+
+    plain_every = 8
+
+    def __init__(self) -> None:
+        super().__init__(lambda num_outputs: 0)
+        self.heard: list[str | int] = []
+
+    def choose(self, asked: list[Progress], num_others: int) -> list[int]:
+        self.heard.append("-".join(request.id for request in asked))
+        return super().choose(asked, num_others)
+
+    def num_resting(self) -> int:
+        return 3
+
+    def rest(self, num_steps: int) -> None:
+        self.heard.append(num_steps)
+
+    def finished(self, step: StepOutcome) -> None:
+        self.heard.append("told")
+
+
+def test_a_policy_that_rests_is_asked_about_other_requests_and_after_reports() -> None:
+    runner = FakeRunner(3)
+    runner.drafter_has_kv = False  # it misses nothing
+    engine = core(runner)
+    engine.policy = resting = Resting()
+    engine.add_request("a", spec(5, 19))
+    for _ in range(10):
+        engine.step()
+    engine.add_request("b", spec(5, 3))
+    finish(engine)
+    text = " ".join(map(str, resting.heard))
+    assert text.startswith("a 3 a 3 a told a")
+    assert "a-b" in text and all(number <= 3 for number in resting.heard if isinstance(number, int))
+    asked, rested = resting.heard.count("a"), sum(n for n in resting.heard if isinstance(n, int))
+    assert asked + resting.heard.count("a-b") + rested == engine.stats.num_steps - 1, "the last has no rows"
+
+
 def test_a_drafter_that_may_not_rest_tells_of_few_steps_without_drafts() -> None:
     """Like one that does not see them: each that is told of stands for as many."""
     told = []

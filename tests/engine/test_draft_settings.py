@@ -138,7 +138,10 @@ def test_the_revision_is_the_draft_checkpoints(monkeypatch: pytest.MonkeyPatch) 
     ("config", "message"),
     [
         ({"model": EAGLE3, "revision": 5}, "revision=5: must be a string, a name"),
-        ({"model": EAGLE3, "load_format": "pt"}, "load_format='pt': must be one of None, auto, gguf, dummy"),
+        (
+            {"model": EAGLE3, "load_format": "pt"},
+            "load_format='pt': must be one of auto, gguf, dummy, or left out",
+        ),
         ({"model": EAGLE3, "max_model_len": 0}, "max_model_len=0: must be an integer of at least 1"),
         ({"model": EAGLE3, "max_model_len": True}, "max_model_len=True: must be an integer"),
         (

@@ -145,7 +145,7 @@ HEAD = {"model": EAGLE3}
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({**HEAD, "quantization": "awq"}, "quantization='awq'.*must be one of None, fp8"),
+        ({**HEAD, "quantization": "awq"}, "quantization='awq'.*must be one of fp8, or left out"),
         ({**HEAD, "quantization": "FP8"}, "quantization='FP8'.*fp8"),
         ({**HEAD, "quantization": True}, "quantization=True.*must be one of"),
         (

@@ -41,6 +41,7 @@ from draftproof.engine.costs import (
     LEAST_HOST,
     PROMPT_RATE,
     ROW_SIZES,
+    TRUSTED_HOST,
     Curve,
     DraftCosts,
     HostCosts,
@@ -997,6 +998,18 @@ def test_a_step_in_which_nobody_has_drafts_is_as_short_as_a_plain_one() -> None:
     its = policy(0.9, row=0.01, step=0.0, levels=(0, 5))
     many = its.chooser.best({RequestClass(0, 8): 64})
     assert many.num_drafts and many.seconds == pytest.approx(its.costs.step(64, 64 + 80, 5), rel=0.02)
+
+
+def test_what_the_first_steps_with_drafts_took_is_not_believed_for_ever() -> None:
+    """They were disturbed, so that no others follow."""
+    its = costs()
+    for _ in range(3):
+        its.observe(StepOutcome(1, 9, 8, 1, 0, 2.0, host_seconds=0.5))
+    found = []
+    for _ in range(200):
+        its.observe(plain_step(its.target.at(1) + 0.1)._replace(host_seconds=0.1))
+        found.append(its.host.seconds)
+    assert min(found[:TRUSTED_HOST]) == max(found[:TRUSTED_HOST]) > 0.4 and found[-1] < 0.12
 
 
 def test_what_is_learnt_of_asking_in_vain_is_not_taken_for_verifying() -> None:

@@ -89,6 +89,8 @@ def test_a_head_that_borrows_says_so(caplog: pytest.LogCaptureFixture) -> None:
          "speculation on: predicted 1.9x at batch 1 with K=3, off above 48"),
         ([(1, 5, 2.0), (4, 5, 2.25)],
          "speculation on: predicted 2.0x at batch 1 with K=5, 2.2x at batch 4 with K=5"),
+        ([(1, 3, 1.9), (2, 0, 1.0), (4, 1, 1.1), (8, 0, 1.0)],
+         "speculation on: predicted 1.9x at batch 1 with K=3, off at 2, off above 4"),
         ([(1, 0, 1.0)], "speculation off: plain decoding is predicted to be faster; drafts are tried now and then"),
     ],
 )  # fmt: skip

@@ -100,7 +100,8 @@ def command(
     wrong = complaints(llm, found)
     for line in wrong:
         click.echo(f"wrong: {line}")
-    click.echo(advice(predictions))
+    if found.speculation.drafted_per_position:
+        click.echo(advice(predictions))
     return int(bool(wrong))
 
 
@@ -182,7 +183,7 @@ def print_acceptance(found: Examined) -> None:
     shares = " ".join(f"{n / max(1, stats.num_rounds):.2f}" for n in stats.accepted_per_position) or "-"
     click.echo(
         f"drafts accepted at 1, 2, ...: {shares}; {stats.acceptance_length:.2f} tokens a round in {stats.num_rounds} "
-        f"rounds; one request with all drafts, measured: {found.speedup:.2f}x"
+        f"rounds; one request with all drafts (K={found.policy.levels[-1]}), measured: {found.speedup:.2f}x"
     )
 
 

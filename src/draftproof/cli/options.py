@@ -222,7 +222,8 @@ def without_drafter(engine: Mapping[str, Any]) -> dict[str, Any]:
 
 def make_llm(engine: Mapping[str, Any]) -> LLM:
     """The engine; torch and the model are first loaded here. Prints, once per command, the default model's name if none
-    is given, and the memory used."""
+    is given, the memory used, and whether drafts are predicted to pay."""
+    from draftproof.engine.reporting import speculation_line
     from draftproof.frontend.llm import LLM
 
     if "model" not in engine:
@@ -231,6 +232,8 @@ def make_llm(engine: Mapping[str, Any]) -> LLM:
         engine = {**engine, "model": default.where}
     llm = LLM(**engine)
     _tell(str(llm.memory))
+    if llm.stats.predictions:
+        _tell(speculation_line(llm.stats.predictions))
     return llm
 
 

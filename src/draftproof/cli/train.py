@@ -99,13 +99,14 @@ def command(
         part=_part(part),
         allow_missing=allow_missing,
     )
+    if dry_run:
+        click.echo(str(run.estimate(training, training.target(), options.make_llm(engine))))
+        return 0
     target, files = run.prepare(training)
-    if "data" in stages or dry_run:
+    if "data" in stages:
         llm = options.make_llm(engine)
         if part is None:
             click.echo(str(run.estimate(training, target, llm)))
-        if dry_run:
-            return 0
         run.make_data(training, files, llm, _bar)
     if "train" in stages:
         reached = run.make_head(training, target, files, _show_step)

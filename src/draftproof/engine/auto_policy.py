@@ -351,6 +351,17 @@ class AutoPolicy:
 
         return self._shadow_turns.next(chosen, most, drafting, is_known=self._is_known)
 
+    def num_resting(self) -> int:
+        if self.is_probing:
+            return 0
+        return self._shadow_turns.num_until if self.is_lookup else PLAIN_EVERY
+
+    def rest(self, num_steps: int) -> None:
+        self._num_chosen += num_steps
+        self._shadow_turns.skip(num_steps)
+        if self._kept is not None:
+            self._kept.num_steps += num_steps
+
     def price(self) -> RowPrice:
         kept = self._kept
         if kept is None or self.costs.is_padded:

@@ -70,6 +70,12 @@ class ChainPolicy:
     def shadows(self, chosen: Sequence[int], num_others: int) -> Sequence[int]:
         return self.lookups.shadows(self._parts.of_lookups, num_others)
 
+    def num_resting(self) -> int:
+        return 0
+
+    def rest(self, num_steps: int) -> None:
+        raise AssertionError("it is always asked")
+
     def price(self) -> RowPrice:
         return self.lookups.price()
 

@@ -17,6 +17,9 @@ from typing import Any, NamedTuple
 
 from draftproof.engine.pace import Pace
 
+# Steps without drafts in a row from which on the host's seconds of others are doubted, and the part of their difference
+# to its seconds of these that each takes away.
+TRUSTED_HOST, DOUBTED_HOST = 20, 0.03
 HOST_RATE = 0.05  # weight of a new step in the average of the host's seconds
 PROMPT_RATE = 0.25  # weight of a new step with prompts in the average of the drafter's seconds per prompt row
 MOST_SLOWER = 2.0  # a step's host seconds, and a prompt's, count for at most this many times what is expected
@@ -88,7 +91,7 @@ class StepOutcome(NamedTuple):
 
     @property
     def tokens_per_request(self) -> float:
-        """Of such steps: by one in eight alone two unlucky ones would end drafting that pays."""
+        """By all steps since the last report: by one in eight alone two unlucky ones would end drafting that pays."""
         return self.each_tokens or self.num_tokens / self.num_requests
 
     @property
@@ -210,6 +213,11 @@ class HostCosts:
         """Seconds of a step with so many rows."""
         return max(LEAST_HOST * self.seconds, self.seconds + self._each * (num_rows - self._num_rows))
 
+    def doubt(self, of_others: float) -> None:
+        """Believe a little less in what was seen, and more in what other steps take: the first steps with drafts may
+        have been disturbed, and while none are made nothing corrects that."""
+        self.seconds += DOUBTED_HOST * (of_others - self.seconds)
+
     def observe(self, num_rows: int, seconds: float) -> None:
         """Note what a step took."""
         if self.seconds:
@@ -255,6 +263,7 @@ class StepCosts:
     spread: float = 1.0
     _paces: dict[int, Pace] = field(default_factory=dict)  # `_kind`'s first number -> pace of such steps
     _last: int = 0  # `_kind`'s first number for the last step
+    _num_plain: int = 0  # steps without drafts in a row
 
     @property
     def target_row_seconds(self) -> float:
@@ -306,6 +315,9 @@ class StepCosts:
         host, other = (self.plain_host, self.host) if step.is_plain else (self.host, self.plain_host)
         host.seconds = host.seconds or other.seconds
         host.observe(step.num_rows, step.host_seconds)
+        self._num_plain = self._num_plain + 1 if step.is_plain else 0
+        if self._num_plain > TRUSTED_HOST:
+            self.host.doubt(self.plain_host.seconds)
         self.observe_drafting(step)
         size = self._filled(step.num_requests, step.num_rows, step.num_drafts)
         about_as_many, kind = self._kind(*size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from draftproof.engine.in_flight import InFlightStep
@@ -37,6 +38,28 @@ class Wanted(NamedTuple):
     without_drafter: bool = False
     without_models: bool = False
     most_model_drafts: int | None = None
+
+
+@dataclass(slots=True)
+class Rest:
+    """Steps of `requests`, which all decode, in which the policy need not be asked again: none has drafts. So that they
+    take hardly longer than where there is no drafter."""
+
+    requests: list[Progress]
+    wanted: Wanted
+    num_left: int
+    num_steps: int = 0  # so far, that the policy has not heard of
+
+    def holds(self, rows: Sequence[PlannedRows]) -> bool:
+        """Whether the next step is one of them, and count it."""
+        if not self.num_left or len(rows) != len(self.requests):
+            return False
+        for planned, request in zip(rows, self.requests, strict=True):
+            if planned.request is not request or planned.num_rows != 1:
+                return False
+        self.num_left -= 1
+        self.num_steps += 1
+        return True
 
 
 class StepRun:
@@ -88,6 +111,7 @@ class Drafting:
 
     def use(self, policy: Policy) -> None:
         """Consult this policy from now on."""
+        self._rest: Rest | None = None
         self.policy = policy
         # whether it learns from comparing lookups' drafts with the output, not from verifying them
         self.compares = self.can_compare and policy.compares
@@ -96,6 +120,11 @@ class Drafting:
         """Drafts to ask for after a step of these rows; 0 for a request whose prompt is not complete."""
         if not self._runner.num_drafts:
             return Wanted([0] * len(rows))
+        if self._rest is not None:
+            if self._rest.holds(rows):
+                self._choosing_seconds = 0.0
+                return self._rest.wanted
+            self._end_rest()
         shown, unseen = self._prompts(rows)
         asked: list[Progress] = []
         if not self.is_off:
@@ -121,7 +150,16 @@ class Drafting:
         if any(most):
             return Wanted(most, price=self._price(most))
         is_seen = bool(shown) or (self._has_kv and self.policy.is_probing)
-        return Wanted(most, without_drafter=not is_seen and self._may_rest(rows))
+        found = Wanted(most, without_drafter=not is_seen and self._may_rest(rows))
+        if found.without_drafter and len(asked) == len(rows):
+            self._rest = Rest(asked, found, self.policy.num_resting())
+        return found
+
+    def _end_rest(self) -> None:
+        """Have the policy asked about the next step."""
+        rest, self._rest = self._rest, None
+        if rest is not None and rest.num_steps:
+            self.policy.rest(rest.num_steps)
 
     def _wanted_of_parts(
         self,
@@ -268,6 +306,7 @@ class Drafting:
         host_seconds = max(0.0, seconds - passes)
         if policy.is_probing:
             seconds -= pending.draft_seconds
+        self._end_rest()
         each_tokens = 0.0
         if self._num_requests and not is_plain:
             each_tokens = self._num_tokens / self._num_requests

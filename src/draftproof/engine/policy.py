@@ -58,6 +58,15 @@ class Policy(Protocol):
         can be compared."""
         ...
 
+    def num_resting(self) -> int:
+        """For how many steps of the same requests it need not be asked, at most, until it is next told of a step: they
+        have no drafts either, nor any to compare. Called after a step without."""
+        ...
+
+    def rest(self, num_steps: int) -> None:
+        """It was not asked in so many steps."""
+        ...
+
     def price(self) -> RowPrice:
         """When a further row of the next pass is worth its time."""
         ...
@@ -107,6 +116,12 @@ class FixedPolicy:
 
     def shadows(self, chosen: Sequence[int], num_others: int) -> Sequence[int]:
         return ()
+
+    def num_resting(self) -> int:
+        return 0
+
+    def rest(self, num_steps: int) -> None:
+        pass
 
     def price(self) -> RowPrice:
         return RowPrice()

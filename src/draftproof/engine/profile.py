@@ -246,8 +246,10 @@ def _indispensable(sizes: Sequence[StepSize], *, captured: bool) -> list[StepSiz
     """The sizes with the fewest requests, and those that show the cost of context. Of the most requests, those that
     show whether drafts pay: with context, alone, and with the fewest drafts, or where steps are captured, and short,
     with any number of them. Extrapolated from few requests they were off by 40 %."""
-    with_context = [size for size in sizes if size.context]
-    first, last = with_context[0].num_requests, with_context[-1].num_requests
+    with_context = [size for size in sizes if size.context]  # none where a request has no room for any
+    first, last = sizes[0].num_requests, sizes[-1].num_requests
+    if with_context:
+        first, last = with_context[0].num_requests, with_context[-1].num_requests
     compared = [size for size in with_context if size.num_requests in (first, last)]
     drafted = [size for size in sizes if size.num_requests == last and size.num_verified]
     needed = {*compared, *(size._replace(context=0) for size in compared)}

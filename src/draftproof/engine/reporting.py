@@ -17,8 +17,11 @@ def speculation_line(predictions: Sequence[Prediction]) -> str:
     best = max(on, key=lambda p: p.speedup)
     at = [on[0]] if best is on[0] else [on[0], best]
     told = ", ".join(f"{p.speedup:.1f}x at batch {p.num_requests} with K={p.num_drafts}" for p in at)
-    off = [p.num_requests for p in predictions if p.num_requests > on[-1].num_requests]
-    return f"speculation on: predicted {told}{f', off above {on[-1].num_requests}' if off else ''}"
+    last = on[-1].num_requests
+    between = [str(p.num_requests) for p in predictions if not p.num_drafts and p.num_requests < last]
+    told += f", off at {', '.join(between)}" if between else ""
+    told += f", off above {last}" if predictions[-1].num_requests > last else ""
+    return f"speculation on: predicted {told}"
 
 
 class AcceptanceReport:

@@ -49,6 +49,16 @@ class ShadowTurns:
         """How often all have shadow drafts now, relative to the most often; at least `LEAST_FREQUENCY`."""
         return max(LEAST_FREQUENCY, LEAST_APART / self._apart)
 
+    @property
+    def num_until(self) -> int:
+        """Steps before the next one in which requests that draft nothing have shadow drafts."""
+        return self._until_all - 1
+
+    def skip(self, num_steps: int) -> None:
+        """Count steps without drafts, of which nobody was asked: at most `num_until`."""
+        self._until_all -= num_steps
+        self._until_some -= num_steps
+
     def took(self, longer: float) -> None:
         """Note that a step took so many plain steps besides, which made drafts for all while none are verified."""
         self._longer += RATE * (min(longer, MOST_LONGER) - self._longer)

@@ -7,7 +7,7 @@ output bit. R requests, k drafts each.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from draftproof.config import EngineConfig
 from draftproof.engine.costs import MAX_GRAPH_ROWS, rounded_rows
@@ -55,20 +55,6 @@ class BatchShape:
             num_requests, num_rows, each, num_rows, each, num_drafts, repeats=True, with_drafter=with_drafter
         )
 
-    def resting(self, most_rows: int) -> BatchShape:
-        """This shape, of a step that the drafter does not see, with another bound; faster than `replace`, since there
-        are many such steps."""
-        return BatchShape(
-            self.num_requests,
-            self.num_rows,
-            most_rows,
-            self.num_sampled,
-            self.most_sampled,
-            self.num_drafts,
-            self.repeats,
-            with_drafter=False,
-        )
-
 
 def numbers_of_requests(config: EngineConfig, num_drafts: int) -> tuple[int, ...]:
     """Numbers of requests that decode-only passes are padded to: 1, 2, 4, the multiples of 8 up to 64 and of 32 up to
@@ -102,6 +88,9 @@ class Shapes:
     levels: tuple[int, ...] = ()
     buckets: tuple[int, ...] = ()
     mixed: tuple[int, ...] = ()
+    # Shapes of recorded steps with one row per request and no drafts, by number of requests: making one takes a notable
+    # part of a small model's step.
+    _plain: dict[int, BatchShape] = field(default_factory=dict)
 
     def padded(self, step: StepInput) -> BatchShape | None:
         """The graph bucket that a decode-only step is padded to: number of requests and level of drafts. None for other
@@ -123,14 +112,22 @@ class Shapes:
         """The rows and shape of a step that is in no bucket. has_items: rows carry embeddings, so the step cannot be
         recorded; is_recorded: recurring shapes are recorded."""
         scheduled = step.scheduled
-        is_small = sum(s.num_rows for s in scheduled) <= MAX_GRAPH_ROWS
-        repeats = is_small and not self.buckets and not has_items
+        num_rows = sum(s.num_rows for s in scheduled)
+        repeats = num_rows <= MAX_GRAPH_ROWS and not self.buckets and not has_items
         if step.all_decode and repeats and is_recorded:
+            if num_rows == len(scheduled) and (step.without_drafter or not self.has_drafter):
+                return scheduled, self._plain.get(num_rows) or self._new_plain(step)
             scheduled = self._rounded(scheduled)
         shape = BatchShape.of(scheduled, repeats=repeats, with_drafter=not step.without_drafter)
         if step.all_decode:
             return scheduled, self.widened(shape, is_recorded=is_recorded)
         return scheduled, shape if has_items else self._filled_up(shape)
+
+    def _new_plain(self, step: StepInput) -> BatchShape:
+        """The shape of a recorded step with one row per request and no drafts, from now on."""
+        shape = BatchShape.of(step.scheduled, repeats=True, with_drafter=not step.without_drafter)
+        found = self._plain[shape.num_rows] = self.widened(shape, is_recorded=True)
+        return found
 
     def _rounded(self, scheduled: Seq[ScheduledRequest]) -> list[ScheduledRequest]:
         """Add padding rows, which verify nothing, to the requests, so that sizes recur. They lie in pages held for
@@ -169,6 +166,6 @@ class Shapes:
         if self.buckets or not self.has_drafter:
             return shape
         if not shape.with_drafter:
-            return shape.resting(most) if is_recorded else shape
+            return replace(shape, most_rows=most) if is_recorded else shape
         num_drafts = self.num_drafts if self.costs_alike else shape.num_drafts
         return replace(shape, most_rows=most, most_sampled=most, num_drafts=num_drafts)

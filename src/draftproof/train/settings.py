@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -115,10 +116,19 @@ def check_same(path: Path, wanted: dict[str, Any]) -> bool:
         return False
     found = json.loads(path.read_text(encoding="utf-8"))
     reject_unknown_keys(str(path), found, list(wanted))
-    for key, value in wanted.items():
-        if found.get(key) != value:
-            raise ValueError(
-                f"{path}: {key}={shown(found.get(key))}, but {shown(value)} is asked for; name another folder, or "
-                "remove this one"
-            )
+    for key, kept, asked in _differing(found, wanted):
+        raise ValueError(
+            f"{path}: {key}={shown(kept)}, but {shown(asked)} is asked for; name another folder, or remove this one"
+        )
     return True
+
+
+def _differing(found: dict[str, Any], wanted: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """(key, found value, wanted value) where they differ; in dictionaries within them, of their keys."""
+    for key, asked in wanted.items():
+        kept = found.get(key)
+        if isinstance(kept, dict) and isinstance(asked, dict):
+            missing = dict.fromkeys(kept)
+            yield from ((f"{key}.{name}", *both) for name, *both in _differing(kept, {**missing, **asked}))
+        elif kept != asked:
+            yield key, kept, asked
