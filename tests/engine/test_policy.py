@@ -844,13 +844,13 @@ def test_a_choice_without_drafts_is_passed_on_for_as_long_as_at_first() -> None:
     assert requests[1].records[0].hits == pytest.approx(OWN_FADING**2)
 
 
-@pytest.mark.parametrize("is_cut, savings", [(True, MOST_SAVED), (False, MOST_SAVED), (True, ALLOWANCE)])
-def test_a_choice_that_is_but_a_limit_is_kept_for_long_from_the_first(is_cut: bool, savings: float) -> None:
+@pytest.mark.parametrize("is_lookup, savings", [(True, MOST_SAVED), (False, MOST_SAVED), (True, ALLOWANCE)])
+def test_a_choice_for_a_lookup_is_kept_for_long_from_the_first(is_lookup: bool, savings: float) -> None:
     """If it can be afforded."""
     its, four = policy(0.9, row=0.005, step=0.005), [request(4, number) for number in range(4)]
-    its.savings, its.is_cut, its.is_lookup, its._choosing_seconds = savings, is_cut, True, 1e3
+    its.savings, its.is_lookup, its._choosing_seconds = savings, is_lookup, 1e3
     kept = its._choice_for(four, 0, None)
-    assert (kept.longer > FIRST_KEPT) == (is_cut and savings > ALLOWANCE)
+    assert (kept.longer > FIRST_KEPT) == (is_lookup and savings > ALLOWANCE)
 
 
 @pytest.mark.parametrize("changed", ["", "over", "savings", "number", "age", "probe", "ended"])

@@ -101,7 +101,10 @@ def test_several_processes_write_a_folder_together(
 
 @pytest.mark.parametrize(
     ("target", "prompts", "named"),
-    [({**TARGET, "vocab_size": 5}, PROMPTS, "target"), (TARGET, [*PROMPTS[:-1], [1, 2]], "prompts")],
+    [
+        ({**TARGET, "vocab_size": 5}, PROMPTS, "target.vocab_size"),
+        (TARGET, [*PROMPTS[:-1], [1, 2]], "prompts"),
+    ],
 )
 def test_a_folder_of_another_target_or_other_prompts_is_refused(
     tmp_path: Path, target: dict[str, object], prompts: list[list[int]], named: str

@@ -177,7 +177,7 @@ def test_a_head_of_another_target_is_refused(data_folder: Path, tmp_path: Path) 
             speculative_config={"model": str(training.folder), "load_format": "auto"},
         )  # fmt: skip
     moved = dataclasses.replace(training, engine={**training.engine, "model": str(other)})
-    with pytest.raises(ValueError, match=r"train.json: target="):
+    with pytest.raises(ValueError, match=r"train.json: target\."):
         run.prepare(moved)
 
 

@@ -281,7 +281,7 @@ class AutoPolicy:
         enough = self._choosing_seconds / (share * choice.seconds) / num_steps
         affordable = self._affordable(choice.worst) if choice.num_drafts else 0.0
         may_wait = affordable >= 1.0
-        is_short = is_first and bool(choice.num_drafts) and not (self.is_cut and may_wait)
+        is_short = is_first and bool(choice.num_drafts) and not (self.is_lookup and may_wait)
         longer = max(1, min(round(enough / 2), FIRST_KEPT) if is_short else min(round(enough), MOST_KEPT))
         if may_wait:
             longer = min(longer, int(affordable))
