@@ -817,6 +817,18 @@ def test_a_policy_that_rests_is_asked_about_other_requests_and_after_reports() -
     assert asked + resting.heard.count("a-b") + rested == engine.stats.num_steps - 1, "the last has no rows"
 
 
+@pytest.mark.parametrize("async_depth", [0, 1])
+def test_a_policy_is_not_asked_about_requests_that_cannot_draft(async_depth: int) -> None:
+    """A drafter with keys and values sees the prompts, and misses the first row after that."""
+    engine = core(FakeRunner(3, async_depth=async_depth))
+    engine.policy = resting = Resting()
+    for name in "ab":
+        engine.add_request(name, spec(5, 40))
+    found = finish(engine)
+    assert ids(found["a"]) == ids(found["b"]) == list(range(5, 45))
+    assert resting.heard[:3] == ["a-b", "a-b", 3] and set(resting.heard[3:]) == {"told"}
+
+
 def test_a_drafter_that_may_not_rest_tells_of_few_steps_without_drafts() -> None:
     """Like one that does not see them: each that is told of stands for as many."""
     told = []

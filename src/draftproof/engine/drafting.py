@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from draftproof.engine.in_flight import InFlightStep
 from draftproof.engine.interface import RowPrice, RowResult, Runner, ScheduledRequest
+from draftproof.engine.kept_choice import RESTING_EVERY
 from draftproof.engine.policy import Parts, Policy
 from draftproof.engine.progress import Progress
 from draftproof.engine.scheduler import PlannedRows, Scheduler
@@ -43,11 +44,13 @@ class Wanted(NamedTuple):
 @dataclass(slots=True)
 class Rest:
     """Steps of `requests`, which all decode, in which the policy need not be asked again: none has drafts. So that they
-    take hardly longer than where there is no drafter."""
+    take hardly longer than where there is no drafter. `is_asked`: whether the policy was asked at all; not if nobody
+    can draft."""
 
     requests: list[Progress]
     wanted: Wanted
     num_left: int
+    is_asked: bool = True
     num_steps: int = 0  # so far, that the policy has not heard of
 
     def holds(self, rows: Sequence[PlannedRows]) -> bool:
@@ -133,7 +136,10 @@ class Drafting:
             asked = [request for request in asked if id(request) not in unseen]
         self._choosing_seconds = 0.0
         if not asked:
-            return Wanted([0] * len(rows), without_drafter=not shown and self._may_rest(rows))
+            found = Wanted([0] * len(rows), without_drafter=not shown and self._may_rest(rows))
+            if found.without_drafter and all(r.num_sampled for r in rows):
+                self._rest = Rest([r.request for r in rows], found, RESTING_EVERY, is_asked=False)
+            return found
         num_others = len(rows) - len(asked)
         start = time.perf_counter()
         chosen = self.policy.choose(asked, num_others)
@@ -158,7 +164,7 @@ class Drafting:
     def _end_rest(self) -> None:
         """Have the policy asked about the next step."""
         rest, self._rest = self._rest, None
-        if rest is not None and rest.num_steps:
+        if rest is not None and rest.num_steps and rest.is_asked:
             self.policy.rest(rest.num_steps)
 
     def _wanted_of_parts(
