@@ -1547,6 +1547,17 @@ def test_reading_keys_makes_a_pass_longer_and_not_a_draft(num_requests: int) -> 
     assert fewest > 0.1 * num_requests and its.price().rows == pytest.approx((fewest + longer) / 0.1)
 
 
+@pytest.mark.parametrize("rate", [0.0, 0.9])
+def test_a_draft_costs_what_few_rows_more_cost_whether_drafts_are_verified_or_compared(rate: float) -> None:
+    """Not what all requests' drafts together would cost."""
+    its = policy(rate, row=0.01, step=0.0, levels=(0, 1, 2))
+    its.costs.target = Curve({4: 1.0, 6: 1.02, 64: 4.0})
+    its.choose([request(4, number) for number in range(4)], 0)
+    longer = its._kept.choice.seconds - 1.0
+    assert bool(its._kept.choice.num_drafts) == (rate > 0.5)
+    assert its.price().rows == pytest.approx((1.0 + 0.75 * longer) / 0.01)
+
+
 def test_the_tokens_of_other_requests_wait_for_a_row_too() -> None:
     """Three of four requests are others: their tokens count, and the time without one request's drafts."""
     its = policy(0.9, row=0.1, step=0.0)
