@@ -64,9 +64,8 @@ from draftproof.engine.progress import Progress
 
 PLAIN_BOUND, FIXED_BOUND, RULES_BOUND = 0.97, 0.95, 1.0
 RESAMPLES = 2000
-HOPELESS = (
-    0.75  # share of the best way's speed in the first turns: a fixed number below it is not tried again
-)
+# share of the best way's speed in the first turns: a fixed number below it is not tried again
+HOPELESS = 0.75
 FEWEST_TURNS = 4
 LEARNED_FROM = 16  # requests that an engine in service has seen
 # Texts, and batches of them: the same drafts are right each time. In two texts one rule was 2 % faster than each fixed

@@ -143,12 +143,15 @@ class Chooser:
         plain = DraftChoice({}, num_requests, self.costs.plain(num_requests, context), num_requests)
         if not stake:  # whatever counts vouch for, drafts have not paid
             return plain
-        best_of = self._best_alike if self.costs.is_padded else self._best_ragged
         stakes = stake, stake * RISKED_ON_MANY
 
         def search(limits: tuple[float, float]) -> DraftChoice:
-            found = best_of(counts, num_requests, context, limits, worth * plain.speed)
-            if found is None or found.speed <= worth * plain.speed:
+            least = worth * plain.speed
+            if self.costs.is_padded:
+                found = self._best_alike(counts, num_requests, context, limits, least)
+            else:
+                found = self._best_ragged(counts, num_requests, context, limits)
+            if found is None or found.speed <= least:
                 return plain
             worst = found.seconds / plain.seconds - 1.0
             return found._replace(worst=worst, risk=max(0.0, worst))
@@ -180,18 +183,13 @@ class Chooser:
             tokens = num_requests + _num_accepted(counts, num_drafts, self.acceptance.survival)
             seconds = self.costs.step(num_requests, num_requests * (1 + level), level, context)
             speed = tokens / seconds
-            is_better = best is None or speed > max(least, worth_more * best.speed)
+            is_better = best is None or speed > worth_more * best.speed
             if seconds <= most[level > first] and speed > least and is_better:
                 best = DraftChoice(num_drafts, tokens, seconds, tokens)
         return best
 
     def _best_ragged(
-        self,
-        counts: Mapping[RequestClass, int],
-        num_requests: int,
-        context: int,
-        most: tuple[float, float],
-        least: float,
+        self, counts: Mapping[RequestClass, int], num_requests: int, context: int, most: tuple[float, float]
     ) -> DraftChoice | None:
         """The best choice that admits `_parts` in order, of those that take at most `most` seconds if anybody has
         drafts: with the first level, and with others. Where only some rounds have drafts, many steps of few requests

@@ -16,9 +16,8 @@ SHADOW_SHARE = 0.0125
 # have shadow drafts.
 LEAST_APART = PLAIN_EVERY + 1
 LEAST_FREQUENCY = 1 / 8  # what is known fades at least so fast, relative to the fastest
-NUM_SOON = (
-    4  # times that drafts are made as often as they may be, once they would have gained what making them took
-)
+# times that drafts are made as often as they may be, once they would have gained what making them took
+NUM_SOON = 4
 MOST_SHADOWS = 8  # requests of a step whose drafts are compared
 # Drafts of the same requests are later compared in one of so many steps. Prime to `OBSERVED_EVERY`: else all reported
 # steps could have such drafts, or none.
@@ -39,9 +38,8 @@ class ShadowTurns:
     _until_some: int = 0  # steps until those that draft have
     _apart: int = LEAST_APART  # steps between the last two for all
     _num_soon: int = 0  # times that all still have shadow drafts as often as they may
-    _gained: float = (
-        0.0  # plain steps that the drafts made for all would have gained, since they were last made
-    )
+    # plain steps that the drafts made for all would have gained, since they were last made
+    _gained: float = 0.0
     _first: list[int] = field(default_factory=lambda: [0, 0])  # whose turn it is: of those that draft, of all
 
     @property

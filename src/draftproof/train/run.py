@@ -75,6 +75,7 @@ class Training:
     allow_missing: bool = False
 
     def target(self) -> Target:
+        heads.check_installed()
         model = self.engine.get("model") or assets.default_model().where
         directory = resolve(model, load_format=self.engine.get("load_format", "auto"))
         config = read_config(directory, overrides=self.engine.get("hf_overrides"))
@@ -91,7 +92,6 @@ class Training:
 
 def prepare(training: Training) -> tuple[Target, DataFolder]:
     """Open the folders. ValueError if one holds files made with other settings or for another target."""
-    heads.check_installed()
     target = training.target()
     taps = recipes.tapped_layers(target.model.num_layers)
     training.folder.mkdir(parents=True, exist_ok=True)
