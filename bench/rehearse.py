@@ -127,6 +127,9 @@ class Recorder(FixedPolicy):
     def shadows(self, chosen: Sequence[int], num_others: int) -> list[int]:
         return [self._most] * len(chosen)
 
+    def num_repeats(self) -> int:
+        return 0
+
     def will_draft(self, request: Progress, num_others: int, num_lost: int = 0) -> bool:
         return True
 

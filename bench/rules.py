@@ -56,6 +56,9 @@ class AverageAcceptance(FixedPolicy):
         self._slot = max(i for i, (low, _) in enumerate(self._slots) if number >= low) if number else 0
         return [self._slots[self._slot][1][self._place[self._slot]]] * len(asked)
 
+    def num_repeats(self) -> int:
+        return 0  # each step may change the number
+
     def verified(self, request: Progress, num_drafted: int, num_accepted: int) -> None:
         self._accepted.append(num_accepted)
 

@@ -508,6 +508,9 @@ class Chosen(FixedPolicy):
     def choose(self, asked: list[Progress], num_others: int) -> list[int]:
         return [self.by_length(request.num_outputs) for request in asked]
 
+    def num_repeats(self) -> int:
+        return 0
+
     def will_draft(self, request: Progress, num_others: int, num_lost: int = 0) -> bool:
         return self.drafts_at_start
 
@@ -790,10 +793,10 @@ class Resting(Chosen):
         self.heard.append("-".join(request.id for request in asked))
         return super().choose(asked, num_others)
 
-    def num_resting(self) -> int:
+    def num_repeats(self) -> int:
         return 3
 
-    def rest(self, num_steps: int) -> None:
+    def repeated(self, num_steps: int) -> None:
         self.heard.append(num_steps)
 
     def finished(self, step: StepOutcome) -> None:
@@ -811,10 +814,45 @@ def test_a_policy_that_rests_is_asked_about_other_requests_and_after_reports() -
     engine.add_request("b", spec(5, 3))
     finish(engine)
     text = " ".join(map(str, resting.heard))
-    assert text.startswith("a 3 a 3 a told a")
+    assert text.startswith("a 3 a 3 a told 1 a-b"), "its answer holds after a report, but for others"
     assert "a-b" in text and all(number <= 3 for number in resting.heard if isinstance(number, int))
     asked, rested = resting.heard.count("a"), sum(n for n in resting.heard if isinstance(n, int))
-    assert asked + resting.heard.count("a-b") + rested == engine.stats.num_steps - 1, "the last has no rows"
+    untold = engine.drafting._repeat.num_steps  # until it is next asked or told
+    assert asked + resting.heard.count("a-b") + rested + untold == engine.stats.num_steps and 0 < untold <= 3
+
+
+class Counting(FixedPolicy):
+    """Counts the steps that it was asked about, and those for which its answer was used again."""
+
+    num_asked = num_repeated = 0
+
+    def choose(self, asked: list[Progress], num_others: int) -> list[int]:
+        self.num_asked += 1
+        return super().choose(asked, num_others)
+
+    def repeated(self, num_steps: int) -> None:
+        self.num_repeated += num_steps
+
+
+@pytest.mark.parametrize(("changes", "num_asked"), [("", 1), ("fault", 2), ("request", 2)])
+def test_a_policy_s_answer_is_used_again_while_nothing_changes(
+    changes: str, num_asked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until a drafter fails, since some requests may then no longer draft, or a request comes."""
+    runner = FakeRunner(2)
+    engine = core(runner)
+    engine.policy = counting = Counting(2)
+    engine.add_request("a", spec(5, 200))
+    for number in range(12):
+        if number == 6 and changes == "fault":
+            monkeypatch.setattr(runner, "drafter_health", lambda: DrafterHealth(num_faults=1))
+        if number == 7 and changes == "request":
+            engine.add_request("b", spec(5, 200))
+        engine.step()
+    assert counting.num_asked == num_asked
+    engine.drafting._end_repeat()
+    assert counting.num_repeated == 12 - num_asked, "it hears of each"
+    assert all(s.num_drafts == 2 for step in runner.steps for s in step.scheduled)
 
 
 @pytest.mark.parametrize("async_depth", [0, 1])

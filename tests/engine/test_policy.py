@@ -750,7 +750,22 @@ def test_a_choice_is_kept_for_as_long_again() -> None:
     assert kept.num_steps == 2 * num_steps
 
 
-@pytest.mark.parametrize("changed", ["savings", "waiting", "old", "probe", "cheap", "lookup"])
+@pytest.mark.parametrize(("lost", "goes_on"), [(0.0, True), (0.5, True), (1.5, False)])
+def test_a_lookup_s_choice_goes_on_while_its_drafts_have_not_lost(lost: float, goes_on: bool) -> None:
+    """Its number of drafts does not follow the last rounds. `lost`: as much as so many steps of which none is right."""
+    its, one = policy(0.8, row=0.02, step=0.1), request(4)
+    its.is_lookup, its.savings, its._choosing_seconds = True, MOST_SAVED, 1e3
+    its.choose([one], 0)
+    kept = its._kept
+    while not kept.is_over:
+        its.choose([one], 0)
+    assert its._kept is kept and kept.own is None and kept.longer > 1
+    its.savings = kept.saved - lost * kept.worst
+    its.choose([one], 0)
+    assert (its._kept is kept) == goes_on
+
+
+@pytest.mark.parametrize("changed", ["savings", "waiting", "old", "probe", "cheap", "none"])
 def test_no_choice_is_kept_for_as_long_again(changed: str) -> None:
     """If the savings would not last after the steps that wait, it is old, a probe is due, or choosing takes no time;
     nor if its number does not follow what is accepted."""
@@ -768,7 +783,7 @@ def test_no_choice_is_kept_for_as_long_again(changed: str) -> None:
     elif changed == "probe":
         its.probes, its._probes._num_drafted = True, {1: 10**6 - num_steps}
     elif changed == "cheap":
-        kept.longer = 1
+        kept.is_dear = False
     else:
         kept.own = None
     assert not its._goes_on(kept)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -83,6 +84,9 @@ class Comparing(FixedPolicy):
 
     def shadows(self, chosen: Sequence[int], num_others: int) -> list[int]:
         return list(self.num_shadows[: len(chosen)])
+
+    def num_repeats(self) -> int:
+        return 0
 
     def proposed(self, request: Progress, num_asked: int, num_drafts: int, *, is_model: bool) -> None:
         self.given.append((num_asked, num_drafts))
@@ -202,6 +206,7 @@ def test_comparisons_show_what_drafts_are_worth_that_nobody_verified() -> None:
         for one in four:
             shown(its, one, 1, 8)
         its.finished(StepOutcome(4, 4, 8, 4, 100, 3.0, is_shadow=True))
+        its.choose(four, 0)
         its.finished(StepOutcome(4, 4, 0, 4, 100, 3.0))
     assert its.choose(four, 0) == [8] * 4
     assert its.savings >= ALLOWANCE, "comparing costs no savings"
@@ -476,3 +481,46 @@ def test_a_choice_that_counts_vouched_for_ends_when_the_savings_do() -> None:
         its.finished(StepOutcome(1, 9, 8, 1, 100, 4.0))
         assert its._kept.is_over == (its.savings == 0.0), number
     assert its._kept.is_over
+
+
+@pytest.mark.parametrize(("rate", "num_requests"), [(0.9, 1), (0.9, 3), (0.1, 1), (0.1, 3)])
+def test_what_a_policy_says_of_several_steps_it_would_have_said_of_each(
+    rate: float, num_requests: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lookup's policy, asked about each step, and one whose answers are used again for as long as it says."""
+    clock = itertools.count(0.0, 0.3)  # choosing takes a third of a step
+    monkeypatch.setattr("draftproof.engine.auto_policy.time.perf_counter", lambda: next(clock))
+    each, some = policy(rate, row=0.1, step=0.001), policy(rate, row=0.1, step=0.001)
+    for its in (each, some):
+        its.is_lookup = True
+        its.__post_init__()
+        its.savings = 30.0
+    asked, found = [request(4, number) for number in range(num_requests)], list[int]()
+    generator, num_left, num_used, num_asked = random.Random(1), 0, 0, 0
+    for number in range(600):
+        chosen = each.choose(asked, 0)
+        shadows = each.shadows(chosen, 0)
+        if num_left:
+            num_left, num_used = num_left - 1, num_used + 1
+            looked = ()
+        else:
+            some.repeated(num_used)
+            num_used = 0
+            found = list(some.choose(asked, 0))
+            looked = some.shadows(found, 0)
+            num_left, num_asked = some.num_repeats(), num_asked + 1
+        assert found == list(chosen) and [*filter(None, looked)] == [*filter(None, shadows)], number
+        if any(shadows) and generator.random() < 0.5:
+            comparison = Comparison(8, 8, 0, 8 if rate > 0.5 else 0, rate < 0.5)
+            for its in (each, some):
+                its.compared(asked[0], comparison)
+            some.repeated(num_used)
+            num_left = num_used = 0
+        if number % its.report_every == 0:
+            some.repeated(num_used)
+            most = max(chosen)
+            step = StepOutcome(num_requests, num_requests * (1 + most), most, num_requests, 100, 1.0)
+            for its in (each, some):
+                its.finished(step)
+            num_left, num_used = some.num_repeats(), 0
+    assert some._kept.num_steps == each._kept.num_steps - num_used and num_asked < 250

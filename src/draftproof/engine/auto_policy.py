@@ -93,7 +93,7 @@ class AutoPolicy:
     _full: Counter[int] = field(default_factory=Counter)  # proposals before that, by number of drafts
     _num_taken: int = 0  # reports and steps that were taken in
     _num_unobserved: int = 0  # steps since one has corrected the costs
-    _num_chosen: int = 0  # steps since one was reported
+    _was_asked: bool = False  # since a step was last reported
     # reports to be taken in: (method, arguments); and steps, each with the number that it stands for
     _reports: list[tuple[Callable[..., None], tuple[Any, ...]]] = field(default_factory=list)
     _steps: list[tuple[StepOutcome, int]] = field(default_factory=list)
@@ -126,7 +126,9 @@ class AutoPolicy:
     def plain_every(self) -> int:
         if self.is_probing:
             return 1
-        return PLAIN_EVERY if self._num_chosen else RESTING_EVERY
+        kept = self._kept
+        is_resting = not self._was_asked or (kept is not None and kept.is_long and not kept.choice.num_drafts)
+        return RESTING_EVERY if is_resting else PLAIN_EVERY
 
     @property
     def is_probing(self) -> bool:
@@ -139,18 +141,29 @@ class AutoPolicy:
         kept = self._kept
         if kept is None or not kept.is_for(asked, num_others) or (kept.is_over and not self._goes_on(kept)):
             kept = self._kept = self._next(asked, num_others, before=kept)
-        kept.count_step()
-        self._num_chosen += 1
+        kept.count_steps(1)
+        self._was_asked = True
         return kept.num_drafts
 
     def _goes_on(self, kept: Kept) -> bool:
         """Whether a choice whose time is over is kept for as long again: where making one takes notable time, if the
-        number of drafts follows what is accepted, that is not much less than expected, and the savings allow it."""
-        if kept.longer == 1 or kept.num_steps >= MOST_STEPS_KEPT or kept.own is None or kept.own.is_worse:
+        savings allow it, and either the number of drafts follows what is accepted, that is not much less than expected,
+        or they are a lookup's and have not lost since."""
+        if (
+            kept.is_probe
+            or not (kept.is_dear and kept.choice.num_drafts)
+            or kept.num_steps >= MOST_STEPS_KEPT
+        ):
+            return False
+        if not self.is_lookup and (kept.own is None or kept.own.is_worse):
             return False
         if not self._may_go_on(kept):
             return False
-        kept.go_on()
+        if self.is_lookup:
+            self._settle_steps()
+            if self.savings < kept.saved - kept.worst:
+                return False
+        kept.go_on(self.savings)
         self._renew(kept)
         return True
 
@@ -166,9 +179,12 @@ class AutoPolicy:
 
     def _may_go_on(self, kept: Kept) -> bool:
         """Whether the savings last for as long again, whatever becomes of the drafts, and no probe is due."""
-        self._settle_steps()
-        if self._affordable(kept.worst) < kept.longer:
-            return False
+        # the steps that wait have lost as much at most
+        num_waiting = sum(number for step, number in self._steps if not step.is_plain)
+        if self._affordable(kept.worst) < kept.longer + num_waiting / ROUNDS_KEPT:
+            self._settle_steps()
+            if self._affordable(kept.worst) < kept.longer:
+                return False
         return not self._should_probe(kept.choice, len(kept.asked), kept.num_others, kept.num_steps)
 
     def _most_lost(self, choice: DraftChoice, longer: int) -> float:
@@ -291,6 +307,7 @@ class AutoPolicy:
         fewest = len(asked) * (1.0 if self.costs.is_padded else LEAST_LEFT)
         num_made = len(asked) + num_others
         kept = Kept(asked, num_others, num_drafts, choice, is_first, longer, may_wait, num_made, fewest)
+        kept.saved, kept.is_dear = self.savings, round(enough) > 1
         is_verified_whole = not (self.is_lookup or self._gives_less or self.costs.is_padded)
         if may_wait and num_made == 1 and is_verified_whole:
             most_lost = self._most_lost(choice, longer)
@@ -351,16 +368,19 @@ class AutoPolicy:
 
         return self._shadow_turns.next(chosen, most, drafting, is_known=self._is_known)
 
-    def num_resting(self) -> int:
-        if self.is_probing:
+    def num_repeats(self) -> int:
+        self._was_asked = True
+        kept = self._kept
+        if kept is None or kept.is_over or kept.own is not None or self.is_probing:
             return 0
-        return self._shadow_turns.num_until if self.is_lookup else PLAIN_EVERY
+        if not self.compares or not self.is_lookup:
+            return kept.num_left
+        return min(kept.num_left, self._shadow_turns.num_until(kept.num_drafts, is_known=self._is_known))
 
-    def rest(self, num_steps: int) -> None:
-        self._num_chosen += num_steps
+    def repeated(self, num_steps: int) -> None:
         self._shadow_turns.skip(num_steps)
         if self._kept is not None:
-            self._kept.num_steps += num_steps
+            self._kept.count_steps(num_steps)
 
     def price(self) -> RowPrice:
         kept = self._kept
@@ -452,13 +472,13 @@ class AutoPolicy:
         elif not is_settling:
             number = 0 if is_probed else num_plain if step.is_plain else self.report_every
             self._steps.append((step, number))
-            self._num_chosen = 0
+            self._was_asked = False
         # those without drafts are alike, and nothing is risked until the next choice
         waits = step.is_plain if kept is None else kept.may_wait or not kept.choice.num_drafts
         if not waits or len(self._steps) >= MOST_STEPS:
             self._settle_steps()
         if kept is not None and not step.is_shadow and (step.is_plain or not kept.is_probe):
-            kept.count_told(STAKE * self.savings)
+            kept.count_told(STAKE * self.savings, max(1, num_plain) if step.is_plain else 1)
 
     def rested(self, num_steps: int) -> None:
         """So many steps had no drafts of these drafters, whoever else made some; one of them was reported."""

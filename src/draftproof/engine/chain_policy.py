@@ -70,10 +70,10 @@ class ChainPolicy:
     def shadows(self, chosen: Sequence[int], num_others: int) -> Sequence[int]:
         return self.lookups.shadows(self._parts.of_lookups, num_others)
 
-    def num_resting(self) -> int:
+    def num_repeats(self) -> int:
         return 0
 
-    def rest(self, num_steps: int) -> None:
+    def repeated(self, num_steps: int) -> None:
         raise AssertionError("it is always asked")
 
     def price(self) -> RowPrice:

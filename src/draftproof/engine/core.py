@@ -219,10 +219,10 @@ class EngineCore:
 
     def _count_drafter_faults(self) -> None:
         health = self.runner.drafter_health()
-        if health is self._health:
+        if health == self._health:
             return
         self._health = health
-        self.drafting.is_off = health.off
+        self.drafting.drafters_changed(is_off=health.off)
         self.stats.num_drafter_faults = health.num_faults
         self.stats.last_drafter_fault = health.last_fault
         for drafter, num_faults in zip(self.stats.drafters, health.faults_each, strict=False):

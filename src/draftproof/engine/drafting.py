@@ -42,10 +42,10 @@ class Wanted(NamedTuple):
 
 
 @dataclass(slots=True)
-class Rest:
-    """Steps of `requests`, which all decode, in which the policy need not be asked again: none has drafts. So that they
-    take hardly longer than where there is no drafter. `is_asked`: whether the policy was asked at all; not if nobody
-    can draft."""
+class Repeat:
+    """Steps of `requests`, which all decode, for which the policy need not be asked again: they want the same drafts.
+    So that those without take hardly longer than where there is no drafter. `is_asked`: whether the policy was asked at
+    all; not if nobody can draft."""
 
     requests: list[Progress]
     wanted: Wanted
@@ -58,7 +58,7 @@ class Rest:
         if not self.num_left or len(rows) != len(self.requests):
             return False
         for planned, request in zip(rows, self.requests, strict=True):
-            if planned.request is not request or planned.num_rows != 1:
+            if planned.request is not request or planned.num_rows != planned.num_sampled:
                 return False
         self.num_left -= 1
         self.num_steps += 1
@@ -101,7 +101,7 @@ class Drafting:
         self._has_kv = runner.drafter_has_kv
         self.can_compare = can_compare(runner)
         self.use(policy)
-        self.is_off = False  # all drafters are switched off
+        self._is_off = False  # all drafters are switched off
         self._choosing_seconds = 0.0  # that the policy took to choose for the last step
         self._run = StepRun()
         self._last_result = 0.0  # when a step's result was last taken in: seconds of `time.perf_counter`
@@ -114,23 +114,28 @@ class Drafting:
 
     def use(self, policy: Policy) -> None:
         """Consult this policy from now on."""
-        self._rest: Rest | None = None
+        self._repeat: Repeat | None = None
         self.policy = policy
         # whether it learns from comparing lookups' drafts with the output, not from verifying them
         self.compares = self.can_compare and policy.compares
+
+    def drafters_changed(self, *, is_off: bool) -> None:
+        """Some drafter has failed, so some requests may no longer draft; `is_off`: none can."""
+        self._is_off = is_off
+        self._end_repeat()
 
     def wanted(self, rows: Sequence[PlannedRows]) -> Wanted:
         """Drafts to ask for after a step of these rows; 0 for a request whose prompt is not complete."""
         if not self._runner.num_drafts:
             return Wanted([0] * len(rows))
-        if self._rest is not None:
-            if self._rest.holds(rows):
+        if self._repeat is not None:
+            if self._repeat.holds(rows):
                 self._choosing_seconds = 0.0
-                return self._rest.wanted
-            self._end_rest()
+                return self._repeat.wanted
+            self._end_repeat()
         shown, unseen = self._prompts(rows)
         asked: list[Progress] = []
-        if not self.is_off:
+        if not self._is_off:
             asked = [r.request for r in rows if r.num_sampled and r.request.can_draft]
         if unseen and not self._runner.is_divided:
             asked = [request for request in asked if id(request) not in unseen]
@@ -138,7 +143,7 @@ class Drafting:
         if not asked:
             found = Wanted([0] * len(rows), without_drafter=not shown and self._may_rest(rows))
             if found.without_drafter and all(r.num_sampled for r in rows):
-                self._rest = Rest([r.request for r in rows], found, RESTING_EVERY, is_asked=False)
+                self._repeat = Repeat([r.request for r in rows], found, RESTING_EVERY, is_asked=False)
             return found
         num_others = len(rows) - len(asked)
         start = time.perf_counter()
@@ -148,24 +153,31 @@ class Drafting:
         if self.policy.parts is not None:
             return self._wanted_of_parts(rows, asked, self.policy.parts, shadows, shown, unseen)
         most = _of_rows(rows, asked, chosen)
-        if any(shadows):
-            shadows = _of_rows(rows, asked, shadows)
-            num_drafts = [max(pair) for pair in zip(most, shadows, strict=True)]
-            shadowing = Shadowing(most, [number > 0 for number in shadows])
-            return Wanted(num_drafts, shadowing, self._price(num_drafts))
         if any(most):
-            return Wanted(most, price=self._price(most))
-        is_seen = bool(shown) or (self._has_kv and self.policy.is_probing)
-        found = Wanted(most, without_drafter=not is_seen and self._may_rest(rows))
-        if found.without_drafter and len(asked) == len(rows):
-            self._rest = Rest(asked, found, self.policy.num_resting())
-        return found
+            found = Wanted(most, price=self._price(most))
+        else:
+            is_seen = bool(shown) or (self._has_kv and self.policy.is_probing)
+            found = Wanted(most, without_drafter=not is_seen and self._may_rest(rows))
+        if (found.without_drafter or any(most)) and len(asked) == len(rows):
+            self._repeat = Repeat(asked, found, self.policy.num_repeats())
+        if not any(shadows):
+            return found
+        shadows = _of_rows(rows, asked, shadows)
+        num_drafts = [max(pair) for pair in zip(most, shadows, strict=True)]
+        shadowing = Shadowing(most, [number > 0 for number in shadows])
+        return Wanted(num_drafts, shadowing, self._price(num_drafts))
 
-    def _end_rest(self) -> None:
+    def _end_repeat(self) -> None:
         """Have the policy asked about the next step."""
-        rest, self._rest = self._rest, None
-        if rest is not None and rest.num_steps and rest.is_asked:
-            self.policy.rest(rest.num_steps)
+        self._tell_repeats()
+        self._repeat = None
+
+    def _tell_repeats(self) -> None:
+        """Tell the policy of the steps that it was not asked about."""
+        repeat = self._repeat
+        if repeat is not None and repeat.num_steps and repeat.is_asked:
+            self.policy.repeated(repeat.num_steps)
+            repeat.num_steps = 0
 
     def _wanted_of_parts(
         self,
@@ -217,7 +229,7 @@ class Drafting:
     def will_draft(self, request: Progress, num_lost: int = 0) -> bool:
         """Whether the drafter is to see this request's prompt. Depends on how many requests will soon decode beside
         it; `num_lost`: cached tokens that the target would have to recompute for that."""
-        if not self._runner.num_drafts or self.is_off or request.spec.most_drafts == 0:
+        if not self._runner.num_drafts or self._is_off or request.spec.most_drafts == 0:
             return False
         return self.policy.will_draft(request, self._scheduler.num_soon - 1, num_lost)
 
@@ -229,6 +241,8 @@ class Drafting:
         found, request.shadows = compare_all(request.shadows, request.tokens)
         for comparison in found:
             self.policy.compared(request, comparison)
+        if any(comparison.num_accepted > comparison.num_before for comparison in found):
+            self._end_repeat()  # more may soon be compared
 
     def _keep_shadows(self, flight: InFlightStep, results: Sequence[RowResult], shadowing: Shadowing) -> None:
         """Keep those drafts of a finished step that are compared, and drop those that are not to be verified."""
@@ -312,7 +326,7 @@ class Drafting:
         host_seconds = max(0.0, seconds - passes)
         if policy.is_probing:
             seconds -= pending.draft_seconds
-        self._end_rest()
+        self._tell_repeats()
         each_tokens = 0.0
         if self._num_requests and not is_plain:
             each_tokens = self._num_tokens / self._num_requests
@@ -320,6 +334,8 @@ class Drafting:
         policy.finished(
             flight.outcome(results, seconds, host_seconds, draft_seconds, each_tokens, is_typical=is_typical)
         )
+        if self._repeat is not None:
+            self._repeat.num_left = policy.num_repeats() if self._repeat.is_asked else RESTING_EVERY
 
     def _alone(self, start: float, now: float) -> float:
         """Seconds of a step that overlaps with none, planned from `start` on: with what the caller did since the step

@@ -20,7 +20,8 @@ from draftproof.engine.progress import Progress
 # passed on to new requests.
 ROUNDS_KEPT, TOLD_KEPT = 8, 3
 PLAIN_EVERY = 8
-# While no request can draft one step in so many is reported, and stands for four of those.
+# While no request can draft, or a choice without drafts is kept for long, one step in so many is reported, and stands
+# for four of those.
 RESTING_EVERY = 4 * PLAIN_EVERY
 MOST_KEPT, FIRST_KEPT = 16, 2
 LEAST_LEFT = 0.5  # share of the requests that a choice was made for, with which it is still kept
@@ -41,6 +42,8 @@ class Kept:
     may_wait: bool
     num_made: int  # requests that it was made for, others included
     fewest: float  # requests with which it is still kept
+    is_dear: bool = False  # making one takes more than its share of the time
+    saved: float = 0.0  # savings when it was made, or went on
     is_probe: bool = False  # see `probes.py`
     longer_by_size: dict[tuple[int, int, int], float] = field(
         default_factory=dict
@@ -78,8 +81,9 @@ class Kept:
         self.num_told = 0
         self.num_before = self._num_more = self.num_steps
 
-    def go_on(self) -> None:
-        """Be kept for as long again."""
+    def go_on(self, savings: float) -> None:
+        """Be kept for as long again, if `savings` are what is saved now."""
+        self.saved = savings
         self._num_more += ROUNDS_KEPT * self.longer
         self.longer_by_size.clear()
         self.is_over = False
@@ -101,17 +105,30 @@ class Kept:
             self.asked, self.num_drafts = [request for request, _ in left], [number for _, number in left]
             self.price = None
 
-    def count_step(self) -> None:
-        """Count a step that it was used for."""
-        self.num_steps += 1
+    @property
+    def is_long(self) -> bool:
+        """Whether it is kept for so long that fewer reports do."""
+        return self.longer >= RESTING_EVERY // PLAIN_EVERY
+
+    @property
+    def num_left(self) -> int:
+        """For how many more steps it is kept, at most."""
+        if not self.choice.num_drafts:
+            return RESTING_EVERY  # it ends by what is reported
+        return ROUNDS_KEPT * self.longer + self._num_more - self.num_steps
+
+    def count_steps(self, num_steps: int) -> None:
+        """Count steps that it was used for."""
+        self.num_steps += num_steps
         if self.is_probe:
             self.is_over = self.num_steps >= 2 * PROBED_STEPS  # with prompts beside them steps are not told
-        elif self.choice.num_drafts and self.num_steps >= ROUNDS_KEPT * self.longer + self._num_more:
+        elif self.choice.num_drafts and self.num_left <= 0:
             self.is_over = True
 
-    def count_told(self, stake: float) -> None:
-        """Count a reported step, after which a step may risk `stake`, in plain steps."""
-        self.num_told += 1
+    def count_told(self, stake: float, num_steps: int = 1) -> None:
+        """Count a reported step, which stands for `num_steps` times as many as others, and after which a step may risk
+        `stake`, in plain steps."""
+        self.num_told += num_steps
         if self.is_probe:
             self.is_over = self.is_over or self.num_told >= PROBED_STEPS
         elif not self.choice.num_drafts:

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 from draftproof.engine.costs import StepOutcome
 from draftproof.engine.interface import RowPrice
-from draftproof.engine.kept_choice import PLAIN_EVERY
+from draftproof.engine.kept_choice import PLAIN_EVERY, RESTING_EVERY
 from draftproof.engine.progress import Progress
 from draftproof.engine.shadows import Comparison
 
@@ -58,13 +58,13 @@ class Policy(Protocol):
         can be compared."""
         ...
 
-    def num_resting(self) -> int:
-        """For how many steps of the same requests it need not be asked, at most, until it is next told of a step: they
-        have no drafts either, nor any to compare. Called after a step without."""
+    def num_repeats(self) -> int:
+        """For how many more steps of the same requests its last answer holds, at most: they have as many drafts, and
+        none to compare. Called after `choose` and `shadows`, and after reports while it holds."""
         ...
 
-    def rest(self, num_steps: int) -> None:
-        """It was not asked in so many steps."""
+    def repeated(self, num_steps: int) -> None:
+        """Its answer was used for so many more steps."""
         ...
 
     def price(self) -> RowPrice:
@@ -117,10 +117,10 @@ class FixedPolicy:
     def shadows(self, chosen: Sequence[int], num_others: int) -> Sequence[int]:
         return ()
 
-    def num_resting(self) -> int:
-        return 0
+    def num_repeats(self) -> int:
+        return RESTING_EVERY
 
-    def rest(self, num_steps: int) -> None:
+    def repeated(self, num_steps: int) -> None:
         pass
 
     def price(self) -> RowPrice:

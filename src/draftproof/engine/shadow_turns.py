@@ -47,13 +47,15 @@ class ShadowTurns:
         """How often all have shadow drafts now, relative to the most often; at least `LEAST_FREQUENCY`."""
         return max(LEAST_FREQUENCY, LEAST_APART / self._apart)
 
-    @property
-    def num_until(self) -> int:
-        """Steps before the next one in which requests that draft nothing have shadow drafts."""
-        return self._until_all - 1
+    def num_until(self, chosen: Sequence[int], *, is_known: bool) -> int:
+        """Steps before the next one with shadow drafts; see `next`."""
+        due = [] if all(chosen) else [self._until_all]
+        if any(chosen):
+            due.append(self._until_some if is_known else 1)
+        return max(0, min(due) - 1)
 
     def skip(self, num_steps: int) -> None:
-        """Count steps without drafts, of which nobody was asked: at most `num_until`."""
+        """Count steps without shadow drafts, of which nobody was asked: at most `num_until`."""
         self._until_all -= num_steps
         self._until_some -= num_steps
 
@@ -81,7 +83,7 @@ class ShadowTurns:
             self._until_all = self._apart = self._steps_apart(len(chosen), drafting)
             self._gained = 0.0
             its_turn = list(range(len(chosen)))
-        elif self._until_some <= 0 or not is_known:
+        elif any(chosen) and (self._until_some <= 0 or not is_known):
             self._until_some = SHADOWS_EVERY
             its_turn = [number for number, drafts in enumerate(chosen) if drafts]
         else:

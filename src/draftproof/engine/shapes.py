@@ -88,9 +88,9 @@ class Shapes:
     levels: tuple[int, ...] = ()
     buckets: tuple[int, ...] = ()
     mixed: tuple[int, ...] = ()
-    # Shapes of recorded steps with one row per request and no drafts, by number of requests: making one takes a notable
-    # part of a small model's step.
-    _plain: dict[int, BatchShape] = field(default_factory=dict)
+    # Shapes of recorded decode-only steps, by numbers of requests, rows and drafts and whether the drafter sees them:
+    # making one takes a notable part of a small model's step.
+    _known: dict[tuple[int, int, int, bool], BatchShape] = field(default_factory=dict)
 
     def padded(self, step: StepInput) -> BatchShape | None:
         """The graph bucket that a decode-only step is padded to: number of requests and level of drafts. None for other
@@ -115,25 +115,34 @@ class Shapes:
         num_rows = sum(s.num_rows for s in scheduled)
         repeats = num_rows <= MAX_GRAPH_ROWS and not self.buckets and not has_items
         if step.all_decode and repeats and is_recorded:
-            if num_rows == len(scheduled) and (step.without_drafter or not self.has_drafter):
-                return scheduled, self._plain.get(num_rows) or self._new_plain(step)
-            scheduled = self._rounded(scheduled)
+            return self._recorded(step, num_rows)
         shape = BatchShape.of(scheduled, repeats=repeats, with_drafter=not step.without_drafter)
         if step.all_decode:
             return scheduled, self.widened(shape, is_recorded=is_recorded)
         return scheduled, shape if has_items else self._filled_up(shape)
 
-    def _new_plain(self, step: StepInput) -> BatchShape:
-        """The shape of a recorded step with one row per request and no drafts, from now on."""
-        shape = BatchShape.of(step.scheduled, repeats=True, with_drafter=not step.without_drafter)
-        found = self._plain[shape.num_rows] = self.widened(shape, is_recorded=True)
-        return found
+    def _recorded(self, step: StepInput, num_rows: int) -> tuple[Seq[ScheduledRequest], BatchShape]:
+        """The rows and shape of a decode-only step of `num_rows` rows that is to be recorded."""
+        scheduled = step.scheduled
+        with_drafter = not step.without_drafter
+        rounded = rounded_rows(len(scheduled), num_rows, self.num_drafts)
+        if rounded > num_rows:
+            scheduled = self._padded_by(rounded - num_rows, scheduled)
+        num_drafts = 0
+        if with_drafter:
+            num_drafts = self.num_drafts if self.costs_alike else max([s.num_drafts for s in scheduled])
+        key = len(scheduled), rounded, num_drafts, with_drafter
+        shape = self._known.get(key)
+        if shape is None:
+            shape = BatchShape.of(scheduled, repeats=True, with_drafter=with_drafter)
+            shape = self.widened(shape, is_recorded=True)
+            if self.has_drafter or rounded == len(scheduled):  # else the key does not tell the rows of each
+                self._known[key] = shape
+        return scheduled, shape
 
-    def _rounded(self, scheduled: Seq[ScheduledRequest]) -> list[ScheduledRequest]:
-        """Add padding rows, which verify nothing, to the requests, so that sizes recur. They lie in pages held for
-        drafting; past a request's limit they go to the scrap page."""
-        num_rows = sum(s.num_rows for s in scheduled)
-        missing = rounded_rows(len(scheduled), num_rows, self.num_drafts) - num_rows
+    def _padded_by(self, missing: int, scheduled: Seq[ScheduledRequest]) -> list[ScheduledRequest]:
+        """The requests with so many padding rows more, which verify nothing, so that sizes recur. They lie in pages
+        held for drafting; past a request's limit they go to the scrap page."""
         filled = []
         for s in scheduled:
             more = min(missing, 1 + self.num_drafts - s.num_rows)

@@ -1,0 +1,53 @@
+"""Shapes of steps, and which steps share one."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from draftproof.engine.costs import rounded_rows
+from draftproof.engine.interface import ScheduledRequest, StepInput
+from draftproof.engine.shapes import BatchShape, Shapes
+
+MOST = 8  # drafts
+
+
+def decoding(rows: list[int], wanted: list[int], *, without_drafter: bool = False) -> StepInput:
+    """A step in which each request has so many rows, all sampled, and then wants so many drafts."""
+    scheduled = [
+        ScheduledRequest(slot, 20, number, number, num_drafts)
+        for slot, (number, num_drafts) in enumerate(zip(rows, wanted, strict=True))
+    ]
+    return StepInput(scheduled=scheduled, all_decode=True, without_drafter=without_drafter)
+
+
+@pytest.mark.parametrize("costs_alike", [True, False])
+def test_a_recorded_step_has_the_shape_of_its_padded_rows_whatever_came_before(costs_alike: bool) -> None:
+    """Shapes are kept, by what tells them apart: here each is compared with one that is made anew."""
+    generator = random.Random(0)
+    shapes = Shapes(num_drafts=MOST, max_model_len=100, has_drafter=True, costs_alike=costs_alike)
+    for _ in range(300):
+        num_requests = generator.randint(1, 5)
+        is_plain = generator.random() < 0.3
+        rests = is_plain and generator.random() < 0.5  # else the drafter sees it all the same
+        rows = [1 if is_plain else generator.randint(1, 1 + MOST) for _ in range(num_requests)]
+        wanted = [0 if is_plain else generator.randint(0, MOST) for _ in range(num_requests)]
+        step = decoding(rows, wanted, without_drafter=rests)
+        scheduled, shape = shapes.fitted(step, has_items=False, is_recorded=True)
+        assert [s.slot for s in scheduled] == list(range(num_requests))
+        assert all(s.num_rows == s.num_sampled >= given for s, given in zip(scheduled, rows, strict=True))
+        assert shape.num_rows == sum(s.num_rows for s in scheduled)
+        assert shape.num_rows == rounded_rows(num_requests, sum(rows), MOST)
+        anew = shapes.widened(
+            BatchShape.of(scheduled, repeats=True, with_drafter=not rests), is_recorded=True
+        )
+        assert shape == anew and shape.most_rows == 1 + MOST
+
+
+def test_without_a_drafter_shapes_tell_how_many_rows_a_request_has() -> None:
+    """Drafts that a grammar forces."""
+    shapes = Shapes(num_drafts=0, max_model_len=100, has_drafter=False)
+    for rows in ([1, 3], [2, 2], [1, 3], [1, 1]):
+        _, shape = shapes.fitted(decoding(rows, [0, 0]), has_items=False, is_recorded=True)
+        assert (shape.num_rows, shape.most_rows, shape.most_sampled) == (sum(rows), max(rows), max(rows))
