@@ -14,7 +14,8 @@ best fixed number is chosen on the even turns and compared on the odd ones. A ce
 interval of a ratio lies below its bound: 0.95 of the best fixed number, 0.97 of plain decoding. Exit status 1 if a cell
 fails or an output differs.
 
-Predictions are for decode-only steps, after every prompt was decoded once with the maximum of drafts. After the turns
+Predictions are for decode-only steps, after every prompt was decoded once with the maximum of drafts, for a lookup also
+with the number that is predicted to be best after that. After the turns
 they are compared with steps of that kind over the same prompts: of all, not of those that a policy would be told, with
 the predicted number of drafts and with none, in turns.
 
@@ -61,6 +62,7 @@ from draftproof.engine.chain_policy import ChainPolicy
 from draftproof.engine.costs import StepOutcome
 from draftproof.engine.policy import FixedPolicy, Parts, Policy
 from draftproof.engine.progress import Progress
+from draftproof.metrics import Prediction
 
 PLAIN_BOUND, FIXED_BOUND, RULES_BOUND = 0.97, 0.95, 1.0
 RESAMPLES = 2000
@@ -216,13 +218,7 @@ class Bench:
         ways = [way for way in ways if len(way.seconds) == num_turns]
         best_of = [way for way in fixed if way in ways]
         judged = self._judge(ways, best_of, rules, is_changing=noise is not None)
-        context = batch * (statistics.mean(map(len, prompts)) + self.num_tokens / 2)
-        knowing = internals.knowing(auto, asked)
-        prediction = knowing.predict(batch, int(context), self.num_tokens)
-        of_lookups = (
-            isinstance(knowing, ChainPolicy)
-            and knowing.lookups.predict(batch, int(context), self.num_tokens) == prediction
-        )
+        prediction, of_lookups = self._predicted(auto, batch, prompts, asked)
         row = {
             "cell": name,
             "batch": batch,
@@ -237,6 +233,25 @@ class Bench:
         }
         self.rows.append(row)
         return row
+
+    def _predicted(
+        self, auto: AutoPolicy | ChainPolicy, batch: int, prompts: Ids, asked: internals.Asking
+    ) -> tuple[Prediction, bool]:
+        """What decoding alone is predicted to gain with the costs that `auto` has learned, and whether by a chain's
+        lookups alone. `asked`: has measured the acceptance with the maximum of drafts."""
+        context = int(batch * (statistics.mean(map(len, prompts)) + self.num_tokens / 2))
+        knowing = internals.knowing(auto, asked)
+        found = knowing.predict(batch, context, self.num_tokens)
+        if isinstance(knowing, ChainPolicy):
+            return found, knowing.lookups.predict(batch, context, self.num_tokens) == found
+        is_lookup = isinstance(auto, AutoPolicy) and auto.is_lookup
+        if is_lookup and 0 < found.num_drafts < auto.levels[-1]:
+            # Where a round ends decides at which tokens drafts are made next. Example: an n-gram of `tiny` has drafts
+            # in 32 % of the steps if it may make 16, and in 40 % if 3, and those are right more often.
+            measured = self.asked(prompts, found.num_drafts)
+            knowing = internals.knowing(auto, measured, levels=(0, found.num_drafts))
+            found = knowing.predict(batch, context, self.num_tokens)
+        return found, False
 
     def _learn(self, ways: Sequence[Way], batch: int, prompts: Ids) -> None:
         """Have these ways learn from the turns that an engine in service has had, but for the warm-up."""
@@ -308,14 +323,14 @@ class Bench:
             self.learned = None
         return auto
 
-    def asked(self, prompts: Ids) -> internals.Asking:
-        """A policy that has measured the acceptance for these prompts, always with the maximum of drafts. The second
-        time counts: a drafter that keeps texts knows these ones then, as it does in the turns."""
+    def asked(self, prompts: Ids, num_asked: int = 0) -> internals.Asking:
+        """A policy that has measured the acceptance for these prompts, always with so many drafts; 0: the maximum. The
+        second time counts: a drafter that keeps texts knows these ones then, as it does in the turns."""
         prompts = prompts[:MOST_ASKED]
         params = [self._params(i) for i in range(len(prompts))]
         for _ in range(2):
             self.drafting.core.policy = copy.deepcopy(self.new)
-            self.drafting.core.policy = asker = internals.asking_anyway(self.drafting)
+            self.drafting.core.policy = asker = internals.asking_anyway(self.drafting, num_asked)
             Way("asking", self.drafting).run(prompts, params)
         return asker
 

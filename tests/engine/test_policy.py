@@ -1159,6 +1159,20 @@ def test_a_probe_ends_also_if_nobody_is_asked_any_more() -> None:
     assert its.savings > 90 * INCOME
 
 
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_the_first_probe_comes_early_where_it_tells_for_sure(is_seen: bool) -> None:
+    """Steps with drafts bring ten tokens, so that others lose much, and are seldom probed. `is_seen`: see `Probes`."""
+    choice = DraftChoice({RequestClass(0): 12}, tokens=10.0, seconds=1.0, balanced=10.0)
+    its = Probes(costs(), is_seen=is_seen)
+    found = []
+    for number in range(20 * FEWEST_APART):
+        its.count(1, 1, has_drafts=True)
+        if its.is_due(choice, 1):
+            its.start(1)
+            found.append(number + 1)
+    assert found == ([] if is_seen else [FEWEST_APART])
+
+
 def test_a_probe_s_first_step_counts_as_what_it_is() -> None:
     """It verifies the drafts that there are, and is none of those that tell what plain steps take."""
     its, one, told = policy(0.9, row=0.01, step=0.01), request(4), list[int]()

@@ -336,10 +336,12 @@ def _runner(llm: LLM) -> ModelRunner:
 
 
 class AskingAnyway(AutoPolicy):
-    """A policy that always asks for the maximum of drafts, while costs and acceptance are measured."""
+    """A policy that always asks for as many drafts, while costs and acceptance are measured."""
+
+    num_asked = 0  # drafts of each request; 0: the maximum
 
     def choose(self, asked: list[Progress], num_others: int) -> list[int]:
-        return [self.costs.levels[-1]] * len(asked)
+        return [self.num_asked or self.costs.levels[-1]] * len(asked)
 
     def will_draft(self, request: Progress, num_others: int, num_lost: int = 0) -> bool:
         return True
@@ -363,25 +365,31 @@ def set_matches(llm: LLM, learned: Sequence[Tensor]) -> None:
             kept.copy_(found)
 
 
-def asking_anyway(llm: LLM) -> Asking:
-    """A policy for measuring: acceptance starts without data and never decays."""
+def asking_anyway(llm: LLM, num_asked: int = 0) -> Asking:
+    """A policy for measuring: acceptance starts without data and never decays. `num_asked`: see `AskingAnyway`."""
     auto = llm.core.policy
     if isinstance(auto, ChainPolicy):
-        return ChainPolicy(_asking(auto.lookups), _asking(auto.models))
+        return ChainPolicy(_asking(auto.lookups, num_asked), _asking(auto.models, num_asked))
     assert isinstance(auto, AutoPolicy)
-    return _asking(auto)
+    return _asking(auto, num_asked)
 
 
-def _asking(auto: AutoPolicy) -> AskingAnyway:
+def _asking(auto: AutoPolicy, num_asked: int) -> AskingAnyway:
     acceptance = Acceptance(auto.acceptance.num_drafts, memory=1.0)
-    return AskingAnyway(auto.costs, acceptance, number=auto.number)
+    found = AskingAnyway(auto.costs, acceptance, number=auto.number)
+    found.num_asked = num_asked
+    return found
 
 
-def knowing(auto: Policy, asked: Asking) -> AutoPolicy | ChainPolicy:
-    """A policy with the costs that `auto` has learned and the acceptance that was measured by `asked`."""
+def knowing(auto: Policy, asked: Asking, levels: tuple[int, ...] | None = None) -> AutoPolicy | ChainPolicy:
+    """A policy with the costs that `auto` has learned and the acceptance that was measured by `asked`.
+
+    levels: numbers of drafts that one for all drafters chooses from, if not those of `auto`.
+    """
     if isinstance(auto, ChainPolicy):
         assert isinstance(asked, ChainPolicy)
         lookups = AutoPolicy(auto.lookups.costs, asked.lookups.acceptance)
         return ChainPolicy(lookups, AutoPolicy(auto.models.costs, asked.models.acceptance))
     assert isinstance(auto, AutoPolicy) and isinstance(asked, AutoPolicy)
-    return AutoPolicy(auto.costs, asked.acceptance)
+    costs = auto.costs if levels is None else dataclasses.replace(auto.costs, levels=levels)
+    return AutoPolicy(costs, asked.acceptance)

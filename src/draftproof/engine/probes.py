@@ -10,7 +10,8 @@ from draftproof.engine.draft_choice import DraftChoice
 
 # While all steps draft nothing tells what plain ones take, and a profile that is off by a few per cent decides whether
 # drafts pay. So now and then a few steps have no drafts: the more often the less is lost by them, which is this share
-# of the time at most. A drafter with a model still sees these, so as not to miss their rows, and takes the target's
+# of the time at most. The first comes earlier where it tells for sure: a profile does not know the host's part of plain
+# steps. A drafter with a model still sees these, so as not to miss their rows, and takes the target's
 # weights out of the caches. So what they take besides is only a bound: it counts if it is clearly less than expected.
 PROBED_STEPS, PROBED_SHARE = 6, 0.005
 # The first of them do not count: after steps of many rows those of one are longer (`profile.SETTLING`). Suffix drafting
@@ -29,24 +30,36 @@ class Probes:
     steps: list[StepOutcome] = field(default_factory=list)  # those that are only a bound
     # steps with drafts since one had none, by the bit length of the number of requests
     _num_drafted: dict[int, int] = field(default_factory=dict)
+    _known: set[int] = field(
+        default_factory=set
+    )  # such numbers of requests with which there were plain steps
 
     def is_due(self, choice: DraftChoice, num_requests: int, num_steps: int = 0) -> bool:
         """Whether a probe is due instead of this choice, which has drafts, after `num_steps` steps with drafts that are
         yet to be counted."""
+        about_as_many = num_requests.bit_length()
+        num_drafted = self._num_drafted.get(about_as_many, 0) + num_steps
+        if num_drafted < FEWEST_APART:
+            return False
+        if about_as_many not in self._known and not self.is_seen:
+            return True
         plain = choice.plain_seconds
         lost = choice.speed * plain / num_requests - 1.0  # plain steps that each step loses
         if self.is_seen:
             lost += self.costs.draft.at(num_requests, self.costs.levels[1]) / plain
-        num_drafted = self._num_drafted.get(num_requests.bit_length(), 0) + num_steps
-        return num_drafted >= max(FEWEST_APART, PROBED_STEPS * lost / PROBED_SHARE)
+        return num_drafted >= PROBED_STEPS * lost / PROBED_SHARE
 
     def start(self, num_requests: int) -> None:
         """A probe is made for so many requests: the next is due later."""
-        self._num_drafted[num_requests.bit_length()] = 0
+        about_as_many = num_requests.bit_length()
+        self._num_drafted[about_as_many] = 0
+        self._known.add(about_as_many)
 
     def count(self, num_requests: int, num_steps: int, *, has_drafts: bool) -> None:
         """Count steps of so many requests that were no probe's."""
         about_as_many = num_requests.bit_length()
+        if not has_drafts:
+            self._known.add(about_as_many)
         self._num_drafted[about_as_many] = has_drafts * (self._num_drafted.get(about_as_many, 0) + num_steps)
 
     def settle(self) -> None:
