@@ -15,9 +15,9 @@ interval of a ratio lies below its bound: 0.95 of the best fixed number, 0.97 of
 fails or an output differs.
 
 Predictions are for decode-only steps, after every prompt was decoded once with the maximum of drafts, for a lookup also
-with the number that is predicted to be best after that. After the turns
-they are compared with steps of that kind over the same prompts: of all, not of those that a policy would be told, with
-the predicted number of drafts and with none, in turns.
+with the number that is predicted to be best after that. After the turns they are compared with steps of that kind over
+the same prompts: of all, not of those that a policy would be told, with the predicted number of drafts and with none,
+in turns.
 
 A fixed number that is far slower than the best in the first turns is left out of the later ones. With one wave one pair
 of engines serves all batches. At the end a table of all cells is printed.

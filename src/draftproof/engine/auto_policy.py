@@ -149,11 +149,8 @@ class AutoPolicy:
         """Whether a choice whose time is over is kept for as long again: where making one takes notable time, if the
         savings allow it, and either the number of drafts follows what is accepted, that is not much less than expected,
         or they are a lookup's and have not lost since."""
-        if (
-            kept.is_probe
-            or not (kept.is_dear and kept.choice.num_drafts)
-            or kept.num_steps >= MOST_STEPS_KEPT
-        ):
+        has_drafts = bool(kept.choice.num_drafts) and not kept.is_probe
+        if not (has_drafts and kept.is_dear and kept.num_steps < MOST_STEPS_KEPT):
             return False
         if not self.is_lookup and (kept.own is None or kept.own.is_worse):
             return False
@@ -306,8 +303,19 @@ class AutoPolicy:
         # where steps are captured the time of a choice hardly counts, and another number of requests has other levels
         fewest = len(asked) * (1.0 if self.costs.is_padded else LEAST_LEFT)
         num_made = len(asked) + num_others
-        kept = Kept(asked, num_others, num_drafts, choice, is_first, longer, may_wait, num_made, fewest)
-        kept.saved, kept.is_dear = self.savings, round(enough) > 1
+        kept = Kept(
+            asked,
+            num_others,
+            num_drafts,
+            choice,
+            is_first,
+            longer,
+            may_wait,
+            num_made,
+            fewest,
+            is_dear=round(enough) > 1,
+            saved=self.savings,
+        )
         is_verified_whole = not (self.is_lookup or self._gives_less or self.costs.is_padded)
         if may_wait and num_made == 1 and is_verified_whole:
             most_lost = self._most_lost(choice, longer)

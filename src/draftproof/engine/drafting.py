@@ -153,8 +153,9 @@ class Drafting:
         if self.policy.parts is not None:
             return self._wanted_of_parts(rows, asked, self.policy.parts, shadows, shown, unseen)
         most = _of_rows(rows, asked, chosen)
+        price = self._price([*most, *shadows])
         if any(most):
-            found = Wanted(most, price=self._price(most))
+            found = Wanted(most, price=price)
         else:
             is_seen = bool(shown) or (self._has_kv and self.policy.is_probing)
             found = Wanted(most, without_drafter=not is_seen and self._may_rest(rows))
@@ -165,7 +166,7 @@ class Drafting:
         shadows = _of_rows(rows, asked, shadows)
         num_drafts = [max(pair) for pair in zip(most, shadows, strict=True)]
         shadowing = Shadowing(most, [number > 0 for number in shadows])
-        return Wanted(num_drafts, shadowing, self._price(num_drafts))
+        return Wanted(num_drafts, shadowing, price)
 
     def _end_repeat(self) -> None:
         """Have the policy asked about the next step."""

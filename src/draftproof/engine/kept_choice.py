@@ -16,8 +16,8 @@ from draftproof.engine.progress import Progress
 # drafts, while the savings allow it: `ROUNDS_KEPT` steps. Without drafts: `TOLD_KEPT` reported steps, of which there is
 # one in `PLAIN_EVERY`, since they are alike. If choosing would then take more than `CHOOSING_SHARE` of the time, up to
 # `MOST_KEPT` times as long; the first choice for these requests, if it took twice that, up to `FIRST_KEPT` times,
-# unless it is a lookup's and the savings last. Then it may go on for as long again, if it has an `OwnNumber`, or be
-# passed on to new requests.
+# unless it is a lookup's and the savings last. Then it may go on for as long again, if it has an `OwnNumber` or is a
+# lookup's, or be passed on to new requests.
 ROUNDS_KEPT, TOLD_KEPT = 8, 3
 PLAIN_EVERY = 8
 # While no request can draft, or a choice without drafts is kept for long, one step in so many is reported, and stands

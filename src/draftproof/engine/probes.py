@@ -11,8 +11,8 @@ from draftproof.engine.draft_choice import DraftChoice
 # While all steps draft nothing tells what plain ones take, and a profile that is off by a few per cent decides whether
 # drafts pay. So now and then a few steps have no drafts: the more often the less is lost by them, which is this share
 # of the time at most. The first comes earlier where it tells for sure: a profile does not know the host's part of plain
-# steps. A drafter with a model still sees these, so as not to miss their rows, and takes the target's
-# weights out of the caches. So what they take besides is only a bound: it counts if it is clearly less than expected.
+# steps. A drafter with a model still sees these, so as not to miss their rows, and takes the target's weights out of
+# the caches. So what they take besides is only a bound: it counts if it is clearly less than expected.
 PROBED_STEPS, PROBED_SHARE = 6, 0.005
 # The first of them do not count: after steps of many rows those of one are longer (`profile.SETTLING`). Suffix drafting
 # for one request of `small`: 1.31 ms for the target's pass, 1.06 where all steps are plain.
@@ -30,9 +30,8 @@ class Probes:
     steps: list[StepOutcome] = field(default_factory=list)  # those that are only a bound
     # steps with drafts since one had none, by the bit length of the number of requests
     _num_drafted: dict[int, int] = field(default_factory=dict)
-    _known: set[int] = field(
-        default_factory=set
-    )  # such numbers of requests with which there were plain steps
+    # bit lengths of the numbers of requests with which there were plain steps
+    _known: set[int] = field(default_factory=set)
 
     def is_due(self, choice: DraftChoice, num_requests: int, num_steps: int = 0) -> bool:
         """Whether a probe is due instead of this choice, which has drafts, after `num_steps` steps with drafts that are
