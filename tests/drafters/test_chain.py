@@ -400,10 +400,44 @@ def test_members_with_a_model_make_no_more_drafts_than_allowed() -> None:
 def test_members_with_a_model_that_missed_rows_are_not_asked_until_the_slot_is_taken_again() -> None:
     lookup, model = Says(1, 3, silent=(0,)), Model(2, 3)
     made = chain(lookup, model)
-    made.limit_models([0, 1], 0, are_shown=False)
-    assert made.propose(a_round([1, 1], [1, 1]), 3).count_R.tolist() == [0, 3] and not model.asked
+    only = made.limit_models([0, 1], 0, are_shown=False)
+    for asked in (made, only):
+        assert asked.propose(a_round([1, 1], [1, 1]), 3).count_R.tolist() == [0, 3] and not model.asked
     made.limit_models([0, 1], 3, are_shown=True)
     assert made.propose(a_round([1, 1], [1, 1]), 3).count_R.tolist() == [0, 3]
     assert not model.asked, "it has seen no row of either"
     made.admit(0, [5], 0)
     assert made.propose(a_round([1, 1], [1, 1]), 3).count_R.tolist() == [3, 3] and model.asked == [[3, 0]]
+
+
+@pytest.mark.parametrize(
+    ("members", "is_alone"),
+    [
+        ((Says(1, 3), Model(2, 3)), True),
+        ((Says(1, 3), Model(2, 2), Model(3, 3)), True),
+        ((Says(1, 3), Says(2, 3), Model(3, 3)), False),  # the lookups compete
+        ((Model(2, 3), Says(1, 3)), False),  # its drafts would count as the model's
+    ],
+)
+def test_a_lookup_is_asked_alone_if_no_other_may_draft(members: tuple[Says, ...], is_alone: bool) -> None:
+    made = chain(*members)
+    assert made.limit_models([0, 1], 3, are_shown=True) is made
+    found = made.limit_models([0, 1], 0, are_shown=False)
+    assert isinstance(found, DrafterSandbox) and found.drafter is members[0] if is_alone else found is made
+    made.admit(1, [], 0)
+    made.restrict(1, (1,))
+    assert made.limit_models([0, 1], 0, are_shown=False) is made, "one request may not have its drafts"
+    assert (made.limit_models([0], 0, are_shown=False) is not made) == is_alone
+    made._most[0] -= 1
+    assert made.limit_models([0], 0, are_shown=False) is made, "it may be asked for more than it makes"
+
+
+def test_what_a_lookup_alone_proposes_is_no_record_of_what_it_does_beside_others() -> None:
+    made = chain(Says(1, 3), Model(2, 3))
+    made.admit(0, [], 0)
+    made.propose(a_round([1], [1]), 3)
+    alone = made.limit_models([0], 0, are_shown=False)
+    alone.propose(a_round([4], [4]), 3)
+    made.limit_models([0], None, are_shown=True)
+    made.propose(a_round([4], [1]), 3)  # verifies the lone lookup's drafts
+    assert made.records[0].num_rounds == 0

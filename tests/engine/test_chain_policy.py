@@ -10,6 +10,7 @@ import pytest
 
 from draftproof import LLM, SamplingParams, assets
 from draftproof.bench import internals
+from draftproof.drafters.suffix import SuffixDrafter
 from draftproof.engine.auto_policy import INCOME
 from draftproof.engine.chain_policy import ChainPolicy
 from draftproof.engine.costs import DraftCosts, StepOutcome
@@ -20,6 +21,7 @@ from draftproof.engine.progress import Progress
 from draftproof.engine.runner import ModelRunner
 from draftproof.engine.shadows import Comparison
 from draftproof.metrics import Prediction
+from draftproof.runtime import native
 from tests.engine.test_policy import policy
 from tests.engine.test_scheduler import request
 
@@ -133,7 +135,9 @@ def llm_with_a_chain() -> Iterator[LLM]:
 def test_a_chain_has_its_own_policy(llm: LLM) -> None:
     its = llm.core.policy
     assert isinstance(its, ChainPolicy) and (its.lookups.number, its.models.number) == (0, 1)
-    assert its.levels[-1] == 16 > its.models.levels[-1] and its.lookups.costs.draft == DraftCosts()
+    assert its.levels[-1] == 16 > its.models.levels[-1]
+    measured = its.lookups.costs.draft
+    assert not measured.by_requests and measured != DraftCosts() and measured.at(1, 16) < 1e-3
     assert its.lookups.costs is not its.models.costs and its.models.costs.draft.by_requests
     assert llm.stats.predictions
 
@@ -160,6 +164,60 @@ def test_lookups_draft_on_where_the_head_does_not_see_the_rows(
     drafted = [d.speculation.num_draft_tokens - n for d, n in zip(llm.stats.drafters, before, strict=True)]
     assert drafted[0] > 0 and 0 < drafted[1] <= 3 * 15
     assert max(s.num_rows for step in missed for s in step.scheduled) > 4, "the lookup had long drafts"
+
+
+@pytest.mark.skipif(native.load() is None, reason="nothing is recorded without the compiled operators")
+def test_the_pass_of_a_lookup_alone_is_recorded_at_the_start(
+    monkeypatch: pytest.MonkeyPatch, llm: LLM
+) -> None:
+    its, called = llm.core.policy, list[int]()
+    assert isinstance(its, ChainPolicy)
+    propose = SuffixDrafter.propose
+    monkeypatch.setattr(SuffixDrafter, "propose", lambda *given: (called.append(1), propose(*given))[1])
+    with internals.using(llm, OnlyLookups(its.lookups, its.models)):
+        llm.generate(CODE, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True), use_tqdm=False)
+        num_rounds = llm.stats.drafters[0].speculation.num_rounds
+    assert num_rounds > 5 and len(called) < num_rounds, "Python is run for each new number of rows only"
+
+
+@pytest.mark.parametrize(("of_lookups", "has_hole"), [(0.9, True), (0.1, True), (0.1, False)])
+def test_answers_that_are_used_again_are_those_of_a_policy_that_is_asked(
+    of_lookups: float, has_hole: bool
+) -> None:
+    """While no model drafts: since it has missed rows, or since that would not pay."""
+    each, some = parted(of_lookups, 0.02), parted(of_lookups, 0.02)
+    one = request(4)
+    if has_hole:
+        one.miss_drafter(2, is_partial=True)
+    for its in (each, some):
+        its.lookups.is_lookup = True
+        its.lookups.savings = its.models.savings = 10.0
+    found, looked, num_left, num_used, num_asked = list[int](), list[int](), 0, 0, 0
+    for number in range(200):
+        chosen = each.choose([one], 0)
+        shadows = each.shadows(chosen, 0)
+        looked = []
+        if num_left:
+            num_left, num_used = num_left - 1, num_used + 1
+        else:
+            some.repeated(num_used)
+            found, num_used, num_asked = list(some.choose([one], 0)), 0, num_asked + 1
+            looked, num_left = list(some.shadows(found, 0)), some.num_repeats()
+        assert found == list(chosen) and some.parts == each.parts and looked == list(shadows), number
+        if number % PLAIN_EVERY == 0:
+            some.repeated(num_used)
+            step = a_step(1 + chosen[0], chosen[0], 1)
+            each.finished(step)
+            some.finished(step)
+            num_left, num_used = some.num_repeats(), 0
+    assert some.lookups.savings == each.lookups.savings and num_asked < 100
+
+
+def test_a_policy_is_asked_in_each_step_in_which_a_model_drafts() -> None:
+    its, one = parted(0.5, 0.97), request(4)
+    its.lookups.savings = its.models.savings = 30.0
+    its.choose([one], 0)
+    assert any(its.parts.of_models) and not its.num_repeats()
 
 
 class OnlyLookups(Always):

@@ -71,7 +71,7 @@ def test_a_decode_step_with_a_drafter_of_ours_is_two_programs(num_drafts: int) -
         assert isinstance(runner, ModelRunner)
         shape = BatchShape.decoding(1, 1 + num_drafts, num_drafts)
         number = runner.graphs.holds(("verify", 1, 1 + num_drafts, 1 + num_drafts, 0))
-        assert number and runner.graphs.holds(("draft", shape, number))
+        assert number and runner.graphs.holds(("draft", shape, number, True))
 
 
 ASKING = {

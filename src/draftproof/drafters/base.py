@@ -208,10 +208,12 @@ class Drafter:
     def restrict(self, slot: int, members: Sequence[int]) -> None:
         """Called after `admit` if a request names members of a chain: only these propose for it."""
 
-    def limit_models(self, slots: Sequence[int], num_drafts: int | None, *, are_shown: bool) -> None:
+    def limit_models(self, slots: Sequence[int], num_drafts: int | None, *, are_shown: bool) -> Drafter:
         """Called before a pass over these slots if this is a chain of lookups and others: members that run a model make
         at most `num_drafts` drafts for a request, None: no limit. Not `are_shown`: they do not see the pass, and are
-        not asked for these requests again."""
+        not asked for these requests again. Returns the drafter to ask in this pass: this one, or the only member that
+        may propose, whose drafts count as the first drafter's."""
+        return self
 
     def release(self, slot: int) -> None:
         """Called when a request leaves its slot, finished or preempted."""

@@ -132,10 +132,26 @@ class ChainDrafter(Drafter):
                 [int(number in members) for number in range(len(self._drafters))]
             )
 
-    def limit_models(self, slots: Sequence[int], num_drafts: int | None, *, are_shown: bool) -> None:
+    def limit_models(self, slots: Sequence[int], num_drafts: int | None, *, are_shown: bool) -> Drafter:
         self._most_of_models, self._are_shown = num_drafts, are_shown
-        for drafter in () if are_shown else (self._drafters[number] for number in self._models):
+        if are_shown:
+            return self
+        for number in self._models:
+            drafter = self._drafters[number]
             drafter.lose([slot for slot in slots if drafter.drafts_for(slot)])
+            drafter.pass_over()
+        if not self._is_lookup_alone or any(slot in self._only for slot in slots):
+            return self
+        for slot in slots:  # no record tells what becomes of drafts that no other member competed with
+            self._proposed_by.pop(slot, None)
+        return self._drafters[0]
+
+    @property
+    def _is_lookup_alone(self) -> bool:
+        """Whether without models only the first member drafts, as many tokens as the chain may. Its own pass can be
+        recorded; this chain's takes Python, 0.11 ms for one request where steps of `tiny` take 0.28."""
+        is_only = self._models == list(range(1, len(self._drafters)))
+        return self._host_looks and is_only and self._most[0] == max(self._most)
 
     def release(self, slot: int) -> None:
         for drafter in self._drafters:

@@ -28,6 +28,7 @@ class ChainPolicy:
     lookups: AutoPolicy
     models: AutoPolicy
     _parts: Parts = field(default_factory=lambda: Parts([], []))
+    _able: list[Progress] = field(default_factory=list)  # those of the last choice for which models may draft
 
     @property
     def levels(self) -> tuple[int, ...]:
@@ -56,7 +57,7 @@ class ChainPolicy:
 
     def choose(self, asked: list[Progress], num_others: int) -> list[int]:
         # the model's drafters have not seen all rows of the others
-        able = [request for request in asked if request.draft_hole is None]
+        able = self._able = [request for request in asked if request.draft_hole is None]
         chosen = self.models.choose(able, num_others + len(asked) - len(able))
         self.lookups.probes = not any(chosen)  # else no step would be plain
         of_lookups = self.lookups.choose(asked, num_others)
@@ -71,10 +72,18 @@ class ChainPolicy:
         return self.lookups.shadows(self._parts.of_lookups, num_others)
 
     def num_repeats(self) -> int:
-        return 0
+        if any(self._parts.of_models):
+            return 0
+        return min(policy.num_repeats() for policy in self._asked)
 
     def repeated(self, num_steps: int) -> None:
-        raise AssertionError("it is always asked")
+        for policy in self._asked:
+            policy.repeated(num_steps)
+
+    @property
+    def _asked(self) -> Sequence[AutoPolicy]:
+        """Whose choice the last one was."""
+        return (self.lookups, self.models) if self._able else (self.lookups,)
 
     def price(self) -> RowPrice:
         return self.lookups.price()

@@ -201,14 +201,20 @@ class Drafting:
         shows = bool(shown) or any(of_models)
         if not any(num_drafts):
             may_rest = not shown and self._may_rest(rows)
-            return Wanted(num_drafts, without_drafter=may_rest, without_models=not shows, most_model_drafts=0)
-        return Wanted(
-            num_drafts,
-            Shadowing(most, [number > 0 for number in shadows], of_models),
-            self._price(num_drafts),
-            without_models=not shows,
-            most_model_drafts=max(of_models),
-        )
+            found = Wanted(
+                num_drafts, without_drafter=may_rest, without_models=not shows, most_model_drafts=0
+            )
+        else:
+            found = Wanted(
+                num_drafts,
+                Shadowing(most, [number > 0 for number in shadows], of_models),
+                self._price(num_drafts),
+                without_models=not shows,
+                most_model_drafts=max(of_models),
+            )
+        if not (shows or any(shadows)) and len(asked) == len(rows):
+            self._repeat = Repeat(list(asked), found, self.policy.num_repeats())
+        return found
 
     def _prompts(self, rows: Sequence[PlannedRows]) -> tuple[set[int], set[int]]:
         """Requests with prompt rows here that the drafter must see, and those with such that it need not, by `id`."""

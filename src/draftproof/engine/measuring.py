@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from draftproof.drafters.base import Drafter
 from draftproof.engine.costs import MAX_GRAPH_ROWS
 from draftproof.engine.interface import ScheduledRequest, StepSize
 from draftproof.engine.launched import LaunchedStep
@@ -68,6 +69,20 @@ class StepMeter:
                 self._forget(slots)
 
     @as_certified
+    def lookup_seconds(self, num_requests: int) -> float:
+        """Seconds of the draft pass of a chain's lookups, without its other members, for dummy requests."""
+        runner = self._runner
+        assert runner.is_divided and runner.drafter is not None
+        drafter = runner.drafter.limit_models((), 0, are_shown=False)
+        shape = self._widened(BatchShape.decoding(num_requests, 1, runner.num_drafts, with_drafter=True))
+        slots = [runner.state.scratch_slot] * num_requests
+        scheduled = [ScheduledRequest(slot, 0, 1, 1, runner.num_drafts) for slot in slots]
+        try:
+            return self._measured(scheduled, Pass(shape, runner.state.load(scheduled, shape)), drafter)[1]
+        finally:
+            runner.state.slots.computed_S[slots] = 0
+
+    @as_certified
     def prompt_seconds(self, num_rows: int) -> float:
         """Seconds that the drafter takes to see a prompt of so many rows; 0 if it need not, or nobody can time it."""
         runner = self._runner
@@ -82,7 +97,10 @@ class StepMeter:
         finally:
             runner.state.slots.computed_S[runner.state.scratch_slot] = 0
 
-    def _measured(self, scheduled: Sequence[ScheduledRequest], given: Pass) -> tuple[float, float]:
+    def _measured(
+        self, scheduled: Sequence[ScheduledRequest], given: Pass, drafter: Drafter | None = None
+    ) -> tuple[float, float]:
+        """See `measure`. `drafter`: to be asked, if not the engine's."""
         runner, shape = self._runner, given.shape
         if shape in runner.captured:
             function = partial(runner.step_tensors, shape)
@@ -94,7 +112,7 @@ class StepMeter:
             runner.checked(given, runner.graphs if recorded else EAGER)
             return time.perf_counter() - start, 0.0
         launched = LaunchedStep(sandboxes=runner.sandboxes, scheduled=scheduled)
-        runner.run_parts(launched, given, recorded=recorded)
+        runner.run_parts(launched, given, drafter or runner.drafter, recorded=recorded)
         return launched.target_seconds, launched.draft_seconds
 
     def _widened(self, shape: BatchShape) -> BatchShape:

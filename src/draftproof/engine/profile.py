@@ -14,7 +14,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from draftproof.engine.costs import MAX_GRAPH_ROWS, ROW_SIZES, Curve, StepCosts, levels_of, rounded_rows
+from draftproof.engine.costs import (
+    MAX_GRAPH_ROWS,
+    ROW_SIZES,
+    Curve,
+    DraftCosts,
+    StepCosts,
+    levels_of,
+    rounded_rows,
+)
 from draftproof.engine.interface import StepSize
 from draftproof.runtime.graphs import OFTEN
 from draftproof.runtime.store import Store
@@ -55,6 +63,7 @@ class Measured(Protocol):
 
     def measure(self, size: StepSize) -> tuple[float, float]: ...
     def prompt_seconds(self, num_rows: int) -> float: ...
+    def lookup_seconds(self, num_requests: int) -> float: ...
     def prepare_rows(self, num_rows: int) -> bool: ...
 
 
@@ -86,6 +95,17 @@ def costs_of(
             store.add({key: known.as_json()})
     _prepare(runner, levels)
     return known
+
+
+def lookup_costs(runner: Measured) -> DraftCosts:
+    """What drafts of a chain's lookups take alone, by the number of requests. Each new engine measures it, since that
+    takes but milliseconds and records their passes; in service it is corrected."""
+    found = DraftCosts()
+    for num_requests in REQUESTS:
+        if num_requests <= min(MOST_REQUESTS, runner.max_num_seqs):
+            runs = [runner.lookup_seconds(num_requests) for _ in range(OFTEN + IN_A_ROW)]
+            found.observe(num_requests, statistics.median(runs[OFTEN:]))
+    return found
 
 
 def _prepare(

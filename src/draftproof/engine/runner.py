@@ -189,10 +189,11 @@ class ModelRunner:
             step = replace(step, all_decode=False)
         if self.price is not None and not step.without_drafter:
             self.price.numpy()[:] = step.price  # a tenth of the time that a new tensor takes
-        if self.drafter is not None and self.is_divided:
+        drafter = self.drafter
+        if drafter is not None and self.is_divided:
             slots = [s.slot for s in step.scheduled]
             are_shown = not (step.without_drafter or step.without_models)
-            self.drafter.limit_models(slots, step.most_model_drafts, are_shown=are_shown)
+            drafter = drafter.limit_models(slots, step.most_model_drafts, are_shown=are_shown)
         has_processing = self.table.has_processing(s.slot for s in step.scheduled)
         processing = self.table.generation if has_processing else 0
         padded = self.shapes.padded(step)
@@ -218,7 +219,7 @@ class ModelRunner:
             tensors = self.graphs.run(("step", shape), function, (scheduled_4R,))
         else:
             recorded = step.all_decode and shape.repeats and self.graphs.calls_once
-            tensors = self.run_parts(launched, given, recorded=recorded)
+            tensors = self.run_parts(launched, given, drafter, recorded=recorded)
         launched.is_warming = self.graphs.num_warming > num_warming
         result_RX, logits_MV, hidden_TH = tensors
         launched.output_scores = self.scorer.outputs(scheduled, result_RX.tensor, logits_MV)
@@ -251,13 +252,15 @@ class ModelRunner:
         """The target's hidden states that the drafter reads in a pass of this shape."""
         return self.spec.taps if shape.with_drafter else Taps()
 
-    def run_parts(self, launched: LaunchedStep, given: Pass, *, recorded: bool) -> PassOutputs:
+    def run_parts(
+        self, launched: LaunchedStep, given: Pass, drafter: Drafter | None, *, recorded: bool
+    ) -> PassOutputs:
         """`step_tensors` in parts, which are timed and may run on the host: for steps that are no single graph.
 
-        recorded: everything read, `given.scheduled_4R` included, has the same addresses in every step of this shape,
-        so the parts may be recorded and replayed.
+        drafter: to be asked, the engine's or a member of it; recorded: everything read, `given.scheduled_4R` included,
+        has the same addresses in every step of this shape, so the parts may be recorded and replayed.
         """
-        shape, drafter, graphs = given.shape, self.drafter, self.graphs if recorded else EAGER
+        shape, graphs = given.shape, self.graphs if recorded else EAGER
         start = time.perf_counter()
         if drafter is None or not shape.with_drafter:
             function = partial(self._plain, given)
@@ -267,9 +270,11 @@ class ModelRunner:
         checked = self.checked(given, graphs)
         middle = time.perf_counter()
         draft = partial(self._draft, drafter, checked, shape.num_drafts)
-        is_watched = any(sandbox.must_watch for sandbox in self.sandboxes)
+        asked = (drafter,) if isinstance(drafter, DrafterSandbox) else self.sandboxes
+        is_watched = any(sandbox.must_watch for sandbox in asked)
         number = 0 if is_watched or not self.on_device else graphs.holds(_verify_key(shape))
-        closed, faults = (graphs if number else EAGER).run(("draft", shape, number), draft, (), at_once=True)
+        key = "draft", shape, number, drafter is self.drafter
+        closed, faults = (graphs if number else EAGER).run(key, draft, (), at_once=True)
         if faults:
             launched.fail(faults)
         launched.target_seconds, launched.draft_seconds = middle - start, time.perf_counter() - middle

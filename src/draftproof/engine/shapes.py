@@ -130,12 +130,13 @@ class Shapes:
             scheduled = self._padded_by(rounded - num_rows, scheduled)
         num_drafts = 0
         if with_drafter:
-            num_drafts = self.num_drafts if self.costs_alike else max([s.num_drafts for s in scheduled])
+            is_alike = self.costs_alike or step.without_models
+            num_drafts = self.num_drafts if is_alike else max([s.num_drafts for s in scheduled])
         key = len(scheduled), rounded, num_drafts, with_drafter
         shape = self._known.get(key)
         if shape is None:
             shape = BatchShape.of(scheduled, repeats=True, with_drafter=with_drafter)
-            shape = self.widened(shape, is_recorded=True)
+            shape = self.widened(replace(shape, num_drafts=num_drafts), is_recorded=True)
             if self.has_drafter or rounded == len(scheduled):  # else the key does not tell the rows of each
                 self._known[key] = shape
         return scheduled, shape

@@ -225,21 +225,22 @@ def _policy(base: Base, drafters: Drafters, runner: ModelRunner) -> Policy:
         "verification": base.config.verification,
         "exact": base.config.exact,
     }
-    costs = profile.costs_of(StepMeter(runner), drafters.levels, identity, native.default_cache_dir())
+    meter = StepMeter(runner)
+    costs = profile.costs_of(meter, drafters.levels, identity, native.default_cache_dir())
     has_kv, is_lookup = runner.drafter_has_kv, can_compare(runner) and not costs.is_padded
     is_cut = is_lookup and runner.drafter_estimates
     if is_lookup and runner.is_divided:
-        return _chain_policy(costs, drafters, is_cut=is_cut)
+        return _chain_policy(costs, profile.lookup_costs(meter), drafters, is_cut=is_cut)
     acceptance = acceptance_of(drafters.num_drafts, has_kv=has_kv)
     is_timed = not runner.async_depth and not costs.is_padded  # each pass by the host's clock
     return AutoPolicy(costs, acceptance, is_lookup=is_lookup, probes=is_timed, is_cut=is_cut)
 
 
-def _chain_policy(costs: StepCosts, drafters: Drafters, *, is_cut: bool) -> ChainPolicy:
-    """The policy of a chain of lookups and others. `costs`: with the drafts of the others; a lookup's time is measured
-    in service."""
+def _chain_policy(costs: StepCosts, lookups: DraftCosts, drafters: Drafters, *, is_cut: bool) -> ChainPolicy:
+    """The policy of a chain of lookups and others. `costs`: with the drafts of the others; `lookups`: of drafts of the
+    lookups alone."""
     of_lookups, of_models = copy.deepcopy(costs), copy.deepcopy(costs)
-    of_lookups.draft = DraftCosts()
+    of_lookups.draft = lookups
     most = max(drafters.most[i] for i in range(drafters.num_own) if i not in drafters.lookups)
     of_models.levels = (*(k for k in costs.levels if k < most), most)
     return ChainPolicy(
