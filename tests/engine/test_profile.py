@@ -69,11 +69,11 @@ def test_what_was_measured_is_what_is_expected(buckets: tuple[int, ...]) -> None
 
 
 def test_a_slow_machine_measures_what_it_cannot_do_without() -> None:
-    runner = FakeRunner()
+    runner = FakeRunner(slowness=100)
     clock = iter(range(1000))
     costs = StepCosts(LEVELS)
     profile.measure(runner, costs, clock=lambda: float(next(clock)))
-    assert costs.prompt_row_seconds == pytest.approx(3e-5)
+    assert costs.prompt_row_seconds == pytest.approx(3e-3)
     assert {size.num_requests for size in runner.runs[3:]} == {1, 4, 16} and len(runner.runs) <= 80
     assert {size.num_drafts for size in runner.runs if size.num_requests == 16} == {0, LEVELS[1]}
     assert {size.num_drafts for size in runner.runs} == set(LEVELS)
@@ -101,6 +101,30 @@ def test_one_requests_steps_are_measured_again_at_the_end() -> None:
     costs = StepCosts(LEVELS)
     profile.measure(runner, costs, clock=lambda: runner.now)
     assert costs.step(1, 1, 0) == pytest.approx(1.1e-3)
+
+
+def test_a_slow_phase_does_not_decide_how_much_longer_many_requests_with_drafts_take() -> None:
+    """Here their runs of the first round take twice as long; then they take turns with those without drafts."""
+    runner = FakeRunner()
+    measure = runner.measure
+
+    def disturbed(size: StepSize) -> tuple[float, float]:
+        target, draft = measure(size)
+        runner.now += 0.04
+        is_slow = size.num_requests == 16 and size.num_drafts and runner.runs.count(size) <= OFTEN + 2
+        return (2 * target, draft) if is_slow else (target, draft)
+
+    runner.measure = disturbed  # type: ignore[method-assign]
+    costs = StepCosts(LEVELS)
+    profile.measure(runner, costs, clock=lambda: runner.now)
+    assert runner.now > 3.0 and costs.step(16, 32, 1) == pytest.approx(1e-3 + 32e-4 + 2e-4)
+
+
+@pytest.mark.parametrize("slowness", [1.0, 3.0])
+def test_the_largest_steps_are_measured_unless_they_take_long(slowness: float) -> None:
+    runner = FakeRunner(max_num_seqs=64, slowness=slowness)
+    profile.measure(runner, StepCosts(LEVELS), clock=lambda: runner.now)
+    assert (StepSize(64, 5, 5) in runner.runs) == (slowness == 1.0), "384 rows: 0.04 or 0.12 s"
 
 
 def test_what_thinks_on_the_host_is_not_measured() -> None:

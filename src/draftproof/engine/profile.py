@@ -28,7 +28,7 @@ from draftproof.runtime.graphs import OFTEN
 from draftproof.runtime.store import Store
 
 SECONDS = 2.0  # time limit of a profile; the indispensable sizes are run once even beyond it
-SECONDS_AGAIN = 0.5  # time limit of measuring the smallest sizes again; the last round ends beyond it
+SECONDS_AGAIN = 0.5  # time limit of measuring some sizes again; the last round ends beyond it
 ROUNDS, IN_A_ROW = 4, 4  # rounds over all sizes; runs of a size in a row, as in serving
 # Runs before those, which bring into the caches what such steps read. The keys: of 4 requests with 200 tokens each the
 # first four steps took 2.0 ms, all later ones 1.75. The target's weights, where other steps' drafter took their place:
@@ -43,9 +43,11 @@ CONTEXT_REQUESTS = (4, 16, 64)  # numbers of requests that are also measured wit
 # Rows of a prompt that is shown to the drafter, and how often, even beyond the time limit: without it a new engine
 # would take showing prompts to be free.
 PROMPT_ROWS, PROMPT_RUNS = 64, 2
-NUM_LARGEST = 2  # largest sizes that are measured again
+# Larger passes of the most requests are measured, too, if they should take no more than so many seconds: they are what
+# long drafts of many requests take. Extrapolated from 192 rows, 1,088 took 57 ms instead of 74. And how often each.
+LARGEST_SECONDS, LARGEST_RUNS = 0.1, 3
 MOST_SPREAD = 1.3  # with a larger `StepCosts.spread` other programs have disturbed the profile
-VERSION = 12  # of what is measured: profiles of other versions are not used
+VERSION = 13  # of what is measured: profiles of other versions are not used
 LEVELS = (1, 2, 3, 5, 8, 12, 16, 24, 32, 48, 64)
 CAPTURED_LEVELS = (1, 3, 5, 8, 16, 32, 64)  # fewer, since each is a graph for every number of requests
 
@@ -131,9 +133,10 @@ def measure(runner: Measured, costs: StepCosts, clock: Callable[[], float] = tim
     """Measure the steps of `runner` and fill in `costs`. Sizes take turns, so that a slow phase of the machine slows
     all of them. The median of a size's runs counts, and times are made to grow with size.
 
-    The smallest sizes come first, before clock and caches have settled, and time is often up after one round: they are
-    measured again at the end, since all others are compared with them. So are the largest, from which times of still
-    larger ones are extrapolated.
+    Time is often up after one round, in which a slow phase may have slowed only some of the sizes that are compared.
+    So those of the fewest requests, which came first, before clock and caches had settled, take turns again at the
+    end, and so do those of the most, from which times of larger ones are extrapolated. Example: 192 rows seemed to
+    take 16 ms and 64 rows 3.7, and steps with 16 drafts for each of 64 requests were not tried; they take 11.
     """
     found: dict[StepSize, list[tuple[float, float]]] = {}
     sizes, end = list(_sizes(runner, costs.levels)), clock() + SECONDS
@@ -148,21 +151,37 @@ def measure(runner: Measured, costs: StepCosts, clock: Callable[[], float] = tim
             num_runs = max(_num_settling(size) + IN_A_ROW, prepared + 2)
             runs = [runner.measure(size) for _ in range(num_runs)]
             found.setdefault(size, []).extend(runs[prepared:])
-    end = clock() + SECONDS_AGAIN
-    smallest = [size for size in sizes if size.num_requests == sizes[0].num_requests]
-    for _ in range(ROUNDS):
-        if clock() <= end:  # all of them or none: none is to have an advantage
-            for size in smallest:
-                runs = [runner.measure(size) for _ in range(_num_settling(size) + IN_A_ROW)]
-                found[size] += runs[-IN_A_ROW:]
-    for size in sorted((size for size in found if not size.context), key=_num_rows)[-NUM_LARGEST:]:
-        if clock() <= end:
-            found[size] += [runner.measure(size) for _ in range(IN_A_ROW)]
+    for num_requests in sorted({sizes[0].num_requests, sizes[-1].num_requests}):
+        alike = [size for size in found if size.num_requests == num_requests]
+        end = clock() + SECONDS_AGAIN
+        for _ in range(ROUNDS):
+            if clock() <= end:  # all of them or none: none is to have an advantage
+                for size in alike:
+                    runs = [runner.measure(size) for _ in range(_num_settling(size) + IN_A_ROW)]
+                    found[size] += runs[-IN_A_ROW:]
+    for size in _larger(found, costs.levels) if not runner.buckets else ():
+        found[size] = [runner.measure(size) for _ in range(LARGEST_RUNS)]
     num_rows = min(PROMPT_ROWS, runner.max_model_len // 2)
     shown = [runner.prompt_seconds(num_rows) for _ in range(PROMPT_RUNS)]
     costs.prompt_row_seconds = min(shown) / num_rows
     _take({size: _usual(runs) for size, runs in found.items()}, runner.on_device, costs)
     costs.spread = statistics.median(map(_spread, found.values()))
+
+
+def _larger(
+    found: Mapping[StepSize, Sequence[tuple[float, float]]], levels: tuple[int, ...]
+) -> list[StepSize]:
+    """Sizes of the most requests with more rows than any that was measured: with the most drafts, and with about half
+    as many. None if they would take long."""
+    largest = max((size for size in found if not size.context), key=_num_rows)
+    num_requests = max(size.num_requests for size in found)
+    most = num_requests * (1 + levels[-1])
+    seconds = sum(_usual(found[largest])) * most / _num_rows(largest)
+    if seconds > LARGEST_SECONDS:
+        return []
+    half = min(levels[1:], key=lambda k: abs(num_requests * (1 + k) - most / 2))
+    sizes = [StepSize(num_requests, k, k) for k in sorted({half, levels[-1]})]
+    return [size for size in sizes if _num_rows(size) > _num_rows(largest)]
 
 
 def _num_rows(size: StepSize) -> int:
