@@ -242,16 +242,20 @@ class Bench:
         context = int(batch * (statistics.mean(map(len, prompts)) + self.num_tokens / 2))
         knowing = internals.knowing(auto, asked)
         found = knowing.predict(batch, context, self.num_tokens)
-        if isinstance(knowing, ChainPolicy):
-            return found, knowing.lookups.predict(batch, context, self.num_tokens) == found
-        is_lookup = isinstance(auto, AutoPolicy) and auto.is_lookup
-        if is_lookup and 0 < found.num_drafts < auto.levels[-1]:
+        of_lookups = (
+            isinstance(knowing, ChainPolicy)
+            and knowing.lookups.predict(batch, context, self.num_tokens) == found
+        )
+        is_lookup = isinstance(auto, AutoPolicy) and auto.is_lookup and found.num_drafts < auto.levels[-1]
+        if found.num_drafts and (of_lookups or is_lookup):
             # Where a round ends decides at which tokens drafts are made next. Example: an n-gram of `tiny` has drafts
-            # in 32 % of the steps if it may make 16, and in 40 % if 3, and those are right more often.
+            # in 32 % of the steps if it may make 16, and in 40 % if 3, and those are right more often. And beside a
+            # model a lookup has more often drafts than alone, since there are fewer steps where it has none.
             measured = self.asked(prompts, found.num_drafts)
             knowing = internals.knowing(auto, measured, levels=(0, found.num_drafts))
-            found = knowing.predict(batch, context, self.num_tokens)
-        return found, False
+            alone = knowing.lookups if isinstance(knowing, ChainPolicy) else knowing
+            found = alone.predict(batch, context, self.num_tokens)
+        return found, of_lookups
 
     def _learn(self, ways: Sequence[Way], batch: int, prompts: Ids) -> None:
         """Have these ways learn from the turns that an engine in service has had, but for the warm-up."""
@@ -323,9 +327,10 @@ class Bench:
             self.learned = None
         return auto
 
-    def asked(self, prompts: Ids, num_asked: int = 0) -> internals.Asking:
-        """A policy that has measured the acceptance for these prompts, always with so many drafts; 0: the maximum. The
-        second time counts: a drafter that keeps texts knows these ones then, as it does in the turns."""
+    def asked(self, prompts: Ids, num_asked: int | None = None) -> internals.Asking:
+        """A policy that has measured the acceptance for these prompts, always with so many drafts; see
+        `internals.asking_anyway`. The second time counts: a drafter that keeps texts knows these ones then, as it does
+        in the turns."""
         prompts = prompts[:MOST_ASKED]
         params = [self._params(i) for i in range(len(prompts))]
         for _ in range(2):

@@ -338,13 +338,13 @@ def _runner(llm: LLM) -> ModelRunner:
 class AskingAnyway(AutoPolicy):
     """A policy that always asks for as many drafts, while costs and acceptance are measured."""
 
-    num_asked = 0  # drafts of each request; 0: the maximum
+    num_asked: int | None = None  # drafts of each request; None: the maximum
 
     def choose(self, asked: list[Progress], num_others: int) -> list[int]:
-        return [self.num_asked or self.costs.levels[-1]] * len(asked)
+        return [self.costs.levels[-1] if self.num_asked is None else self.num_asked] * len(asked)
 
     def will_draft(self, request: Progress, num_others: int, num_lost: int = 0) -> bool:
-        return True
+        return self.num_asked != 0
 
 
 Asking = AskingAnyway | ChainPolicy  # a chain policy of two that ask anyway
@@ -365,16 +365,18 @@ def set_matches(llm: LLM, learned: Sequence[Tensor]) -> None:
             kept.copy_(found)
 
 
-def asking_anyway(llm: LLM, num_asked: int = 0) -> Asking:
-    """A policy for measuring: acceptance starts without data and never decays. `num_asked`: see `AskingAnyway`."""
+def asking_anyway(llm: LLM, num_asked: int | None = None) -> Asking:
+    """A policy for measuring: acceptance starts without data and never decays. `num_asked`: see `AskingAnyway`; of a
+    chain it asks for so many of its lookups' drafts and for none of the others."""
     auto = llm.core.policy
     if isinstance(auto, ChainPolicy):
-        return ChainPolicy(_asking(auto.lookups, num_asked), _asking(auto.models, num_asked))
+        of_models = None if num_asked is None else 0
+        return ChainPolicy(_asking(auto.lookups, num_asked), _asking(auto.models, of_models))
     assert isinstance(auto, AutoPolicy)
     return _asking(auto, num_asked)
 
 
-def _asking(auto: AutoPolicy, num_asked: int) -> AskingAnyway:
+def _asking(auto: AutoPolicy, num_asked: int | None) -> AskingAnyway:
     acceptance = Acceptance(auto.acceptance.num_drafts, memory=1.0)
     found = AskingAnyway(auto.costs, acceptance, number=auto.number)
     found.num_asked = num_asked
@@ -384,12 +386,16 @@ def _asking(auto: AutoPolicy, num_asked: int) -> AskingAnyway:
 def knowing(auto: Policy, asked: Asking, levels: tuple[int, ...] | None = None) -> AutoPolicy | ChainPolicy:
     """A policy with the costs that `auto` has learned and the acceptance that was measured by `asked`.
 
-    levels: numbers of drafts that one for all drafters chooses from, if not those of `auto`.
+    levels: numbers of drafts that it, or a chain's lookups, choose from, if not those of `auto`.
     """
     if isinstance(auto, ChainPolicy):
         assert isinstance(asked, ChainPolicy)
-        lookups = AutoPolicy(auto.lookups.costs, asked.lookups.acceptance)
-        return ChainPolicy(lookups, AutoPolicy(auto.models.costs, asked.models.acceptance))
+        models = AutoPolicy(auto.models.costs, asked.models.acceptance)
+        return ChainPolicy(_knowing(auto.lookups, asked.lookups, levels), models)
     assert isinstance(auto, AutoPolicy) and isinstance(asked, AutoPolicy)
+    return _knowing(auto, asked, levels)
+
+
+def _knowing(auto: AutoPolicy, asked: AutoPolicy, levels: tuple[int, ...] | None) -> AutoPolicy:
     costs = auto.costs if levels is None else dataclasses.replace(auto.costs, levels=levels)
     return AutoPolicy(costs, asked.acceptance)
