@@ -1423,8 +1423,9 @@ def test_a_fixed_policy_is_fixed() -> None:
 
 
 def test_a_curve_goes_through_its_points_and_on_as_it_ended() -> None:
-    curve = Curve({2: 1.0, 4: 2.0, 8: 2.5})
-    assert [curve.at(n) for n in (2, 3, 6, 8, 16)] == pytest.approx([1.0, 1.5, 2.25, 2.5, 3.5])
+    curve = Curve({1: 0.1, 2: 1.0, 4: 2.0, 8: 2.5})
+    assert [curve.at(n) for n in (2, 3, 6, 8)] == pytest.approx([1.0, 1.5, 2.25, 2.5])
+    assert curve.at(16) == pytest.approx(2.5 + 8 * (1.5 / 6 + 0.5 / 4) / 2), "by the sizes 2 and 4"
     assert Curve({4: 2.0}).at(100) == 2.0
     assert Curve({2: 2.0, 4: 1.5}).at(8) == 1.5 and Curve({2: 2.0, 4: 1.5}).at(1) == 2.0, "nor down again"
 

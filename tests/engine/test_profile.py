@@ -324,4 +324,11 @@ def test_beyond_the_largest_size_its_neighbour_s_noise_does_not_count() -> None:
     assert curve.at(128) == 24.0 and curve.at(132) == pytest.approx(24.05)
     assert curve.at(336) == pytest.approx(24.1 + 200 * (24.1 - 12.0) / (136 - 64))
     assert curve.slope_beyond == pytest.approx(12.1 / 72)
+
+
+def test_one_size_that_was_disturbed_does_not_make_larger_ones_free() -> None:
+    curve = Curve({1: 1.4, 32: 7.1, 36: 7.7, 48: 9.2, 52: 10.7, 64: 12.3, 68: 23.5, 128: 23.5, 136: 23.5})
+    assert curve.slope_beyond == pytest.approx(0.158, abs=0.01)
+    assert curve.at(1088) == pytest.approx(23.5 + 952 * curve.slope_beyond)
+    assert Curve({4: 1.0}).slope_beyond == 0.0 and Curve({1: 1.0, 4: 2.5}).slope_beyond == 0.5
     assert Curve({64: 12.0}).at(128) == 12.0 and Curve({64: 12.0, 128: 11.0}).at(256) == 11.0

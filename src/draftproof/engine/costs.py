@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -101,9 +102,10 @@ class StepOutcome(NamedTuple):
 
 
 class Curve:
-    """Seconds by size: linear between measured sizes and beyond them. Beyond the largest as between the largest and one
-    of half that size: neighbours differ by less than their errors. Example: 25.6 ms at 128 rows and 25.8 at 136 would
-    make 32 at 346, where steps took 75."""
+    """Seconds by size: linear between measured sizes and beyond them. Beyond the largest as between it and those of a
+    quarter to half its size: neighbours differ by less than their errors. Example: 25.6 ms at 128 rows and 25.8 at 136
+    would make 32 at 346, where steps took 75. Of these slopes the median counts: where 68 rows had seemed to take as
+    long as 136, 1,088 seemed to take no longer."""
 
     def __init__(self, points: Mapping[int, float] | None = None) -> None:
         self.points = dict(sorted((points or {}).items()))
@@ -147,8 +149,13 @@ class Curve:
         if len(sizes) < 2:
             return 0.0
         largest = sizes[-1]
-        half = sizes[max(bisect_right(sizes, largest // 2) - 1, 0)]
-        return max(0.0, (self.points[largest] - self.points[half]) / (largest - half))
+        num_smaller = max(1, bisect_right(sizes, largest // 2))
+        quarter = min(bisect_left(sizes, largest / 4), num_smaller - 1)
+        slopes = [
+            (self.points[largest] - self.points[size]) / (largest - size)
+            for size in sizes[quarter:num_smaller]
+        ]
+        return max(0.0, statistics.median(slopes))
 
 
 @dataclass(slots=True)
