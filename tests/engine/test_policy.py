@@ -1435,6 +1435,19 @@ def test_steps_are_charged_for_what_they_are_filled_up_to() -> None:
     assert padded.step(3, 3 + 1, 1) == ragged.step(4, 16, 3) > ragged.step(3, 4, 1)
 
 
+def test_steps_with_drafts_never_seem_to_take_less_than_those_without() -> None:
+    """The machine was slow while steps had no drafts, and fast while they asked for some."""
+    its = costs()
+    for _ in range(30):
+        its.observe(StepOutcome(1, 1, 0, 1, 0, 2 * its.plain(1), 0.0))
+    plain, asking = its.plain(1), 0.7 * its.plain(1)
+    for _ in range(30):
+        its.observe(StepOutcome(1, 1, 3, 1, 0, asking, 0.0))
+    assert its.plain(1) > 1.05 * asking
+    assert its.step(1, 1, 3) == its.plain(1) == its.ragged(1, 0)(1, 3) < plain
+    assert its.step(1, 4, 3) == its.ragged(1, 0)(4, 3) > its.plain(1)
+
+
 @pytest.mark.parametrize("buckets", [(), (1, 2, 4)])
 def test_a_size_that_was_measured_wrong_is_told_from_a_slow_machine(buckets: tuple[int, ...]) -> None:
     its = costs(buckets=buckets)
