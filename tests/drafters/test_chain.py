@@ -17,6 +17,7 @@ from draftproof.drafters.base import (
     DraftSpec,
     Proposal,
     RoundSize,
+    Taps,
     Verified,
     no_proposal,
 )
@@ -428,6 +429,10 @@ def test_a_lookup_is_asked_alone_if_no_other_may_draft(members: tuple[Says, ...]
     made.restrict(1, (1,))
     assert made.limit_models([0, 1], 0, are_shown=False) is made, "one request may not have its drafts"
     assert (made.limit_models([0], 0, are_shown=False) is not made) == is_alone
+    drafter = made._drafters[0]
+    drafter.spec = dataclasses.replace(drafter.spec, taps=Taps(layers=(1,)))
+    assert made.limit_models([0], 0, are_shown=False) is made, "the chain picks its taps"
+    drafter.spec = drafter.drafter.spec
     made._most[0] -= 1
     assert made.limit_models([0], 0, are_shown=False) is made, "it may be asked for more than it makes"
 

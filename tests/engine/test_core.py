@@ -17,7 +17,7 @@ from draftproof.cache.pages import PageAllocator
 from draftproof.engine.core import EngineCore
 from draftproof.engine.costs import StepOutcome
 from draftproof.engine.deltas import TokenDelta
-from draftproof.engine.drafting import AFTER_PROMPTS, MOST_LEFT_OUT, StepRun
+from draftproof.engine.drafting import AFTER_PROMPTS, MOST_LEFT_OUT, Repeat, StepRun, Wanted
 from draftproof.engine.interface import (
     NO_NUMBER,
     DeviceFaultError,
@@ -31,7 +31,7 @@ from draftproof.engine.interface import (
 from draftproof.engine.kept_choice import PLAIN_EVERY
 from draftproof.engine.policy import FixedPolicy
 from draftproof.engine.progress import Progress
-from draftproof.engine.scheduler import Scheduler
+from draftproof.engine.scheduler import PlannedRows, Scheduler
 from tests.engine.poison import poison
 
 
@@ -983,3 +983,13 @@ def test_the_policy_does_not_hear_of_steps_that_ran_ahead_of_everybodys_end() ->
     engine.add_request("b", spec(6, 1))
     finish(engine)
     assert len(heard) == num_heard
+
+
+@pytest.mark.parametrize("rests", [True, False])
+def test_a_step_that_verifies_a_grammar_s_drafts_may_not_skip_the_drafter(rests: bool) -> None:
+    """Else its rows would have the shape of a step without drafts; then the policy is asked, which says so."""
+    request = Progress(id="a", spec=spec(5, 50), arrival=0, tokens=[1, 2, 3, 4, 5])
+    repeat = Repeat([request], Wanted([0 if rests else 3], without_drafter=rests), 10)
+    assert repeat.holds([PlannedRows(request, 5, 1, 1)])
+    assert repeat.holds([PlannedRows(request, 6, 3, 3)]) is not rests
+    assert not repeat.holds([PlannedRows(request, 6, 3, 1)]), "a prompt"

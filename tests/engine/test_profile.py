@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftproof import assets
 from draftproof.engine import profile
-from draftproof.engine.costs import GUESSED_DRAFT, ROW_SIZES, Curve, StepCosts, levels_of
+from draftproof.engine.costs import GUESSED_DRAFT, ROW_SIZES, Curve, DraftCosts, StepCosts, levels_of
 from draftproof.engine.interface import StepSize
 from draftproof.runtime.graphs import OFTEN
 
@@ -125,6 +125,27 @@ def test_the_largest_steps_are_measured_unless_they_take_long(slowness: float) -
     runner = FakeRunner(max_num_seqs=64, slowness=slowness)
     profile.measure(runner, StepCosts(LEVELS), clock=lambda: runner.now)
     assert (StepSize(64, 5, 5) in runner.runs) == (slowness == 1.0), "384 rows: 0.04 or 0.12 s"
+
+
+def test_a_chain_s_lookups_are_measured_alone_as_far_as_the_time_allows() -> None:
+    asked = list[int]()
+
+    class Lookups(FakeRunner):
+        def lookup_seconds(self, num_requests: int) -> float:
+            asked.append(num_requests)
+            self.now += 1e-3 * num_requests
+            return 9.0 if asked.count(num_requests) <= OFTEN else 1e-5 * num_requests
+
+    runner, costs = Lookups(max_num_seqs=16), StepCosts(LEVELS)
+    costs.target = Curve({1: 2e-3, 64: 128e-3})
+    found = profile.lookup_costs(runner, costs, clock=lambda: runner.now)
+    assert found.at(4, 16) == pytest.approx(4e-5) and set(asked) == {1, 2, 4, 8, 16}
+    asked.clear()
+    costs.target = Curve({1: 20e-3, 64: 1.28})
+    found = profile.lookup_costs(runner, costs, clock=lambda: runner.now)
+    assert set(asked) == {1, 2} and found.at(16, 16) == pytest.approx(16e-5), "0.14 s and 0.28 s; then 0.56"
+    runner.on_device = False
+    assert profile.lookup_costs(runner, costs) == DraftCosts(), "nobody can time them"
 
 
 def test_what_thinks_on_the_host_is_not_measured() -> None:

@@ -45,9 +45,13 @@ def test_a_recorded_step_has_the_shape_of_its_padded_rows_whatever_came_before(c
         assert shape == anew and shape.most_rows == 1 + MOST
 
 
-def test_without_a_drafter_shapes_tell_how_many_rows_a_request_has() -> None:
+@pytest.mark.parametrize("has_drafter", [True, False])
+def test_without_a_drafter_shapes_tell_how_many_rows_a_request_has(has_drafter: bool) -> None:
     """Drafts that a grammar forces."""
-    shapes = Shapes(num_drafts=0, max_model_len=100, has_drafter=False)
-    for rows in ([1, 3], [2, 2], [1, 3], [1, 1]):
-        _, shape = shapes.fitted(decoding(rows, [0, 0]), has_items=False, is_recorded=True)
-        assert (shape.num_rows, shape.most_rows, shape.most_sampled) == (sum(rows), max(rows), max(rows))
+    most = MOST if has_drafter else 0
+    shapes = Shapes(num_drafts=most, max_model_len=100, has_drafter=has_drafter)
+    for rows in ([2, 3], [1, 4], [1, 3], [2, 2], [1, 3], [1, 1]):
+        step = decoding(rows, [0, 0], without_drafter=has_drafter)
+        _, shape = shapes.fitted(step, has_items=False, is_recorded=True)
+        assert (shape.num_rows, shape.most_sampled) == (sum(rows), max(rows))
+        assert shape.most_rows == (1 + MOST if has_drafter else max(rows))

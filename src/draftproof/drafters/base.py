@@ -219,7 +219,7 @@ class Drafter:
         """Called when a request leaves its slot, finished or preempted."""
 
     def propose(self, verified: Verified, num_drafts: int) -> Proposal:
-        """Update the state and propose up to k_R drafts per request. num_drafts = max(k_R), may be 0: no drafts."""
+        """Update the state and propose up to k_R drafts per request. num_drafts >= max(k_R), may be 0: no drafts."""
         raise NotImplementedError
 
     def cost(self, size: RoundSize) -> Cost | None:

@@ -163,8 +163,8 @@ class DraftCosts:
     """Seconds of a draft pass, by number of requests and of drafts: linear between measured numbers of either. Where
     only one number of drafts was measured, since time was up, others are told by other numbers of requests.
 
-    A drafter that the profile cannot run, since it needs real texts, is measured in service: seconds per request, by
-    the bit length of the number of requests."""
+    A chain's lookups are measured alone, and corrected in service: seconds per request, by the bit length of the number
+    of requests."""
 
     by_requests: dict[int, Curve] = field(default_factory=dict)
     _in_service: dict[int, float] = field(default_factory=dict)

@@ -54,11 +54,13 @@ class Repeat:
     num_steps: int = 0  # so far, that the policy has not heard of
 
     def holds(self, rows: Sequence[PlannedRows]) -> bool:
-        """Whether the next step is one of them, and count it."""
+        """Whether the next step is one of them, and count it. One that verifies drafts, such as a grammar's, may not
+        skip the drafter."""
         if not self.num_left or len(rows) != len(self.requests):
             return False
         for planned, request in zip(rows, self.requests, strict=True):
-            if planned.request is not request or planned.num_rows != planned.num_sampled:
+            is_shown = planned.num_rows > 1 and self.wanted.without_drafter
+            if is_shown or planned.request is not request or planned.num_rows != planned.num_sampled:
                 return False
         self.num_left -= 1
         self.num_steps += 1
@@ -212,7 +214,8 @@ class Drafting:
                 without_models=not shows,
                 most_model_drafts=max(of_models),
             )
-        if not (shows or any(shadows)) and len(asked) == len(rows):
+        lasts = (found.without_drafter or any(num_drafts)) and not any(shadows)
+        if lasts and not shows and len(asked) == len(rows):
             self._repeat = Repeat(list(asked), found, self.policy.num_repeats())
         return found
 
@@ -246,10 +249,10 @@ class Drafting:
         if num_steps % COMPARED_EVERY and not is_last:
             return
         found, request.shadows = compare_all(request.shadows, request.tokens)
-        for comparison in found:
-            self.policy.compared(request, comparison)
         if any(comparison.num_accepted > comparison.num_before for comparison in found):
             self._end_repeat()  # more may soon be compared
+        for comparison in found:
+            self.policy.compared(request, comparison)
 
     def _keep_shadows(self, flight: InFlightStep, results: Sequence[RowResult], shadowing: Shadowing) -> None:
         """Keep those drafts of a finished step that are compared, and drop those that are not to be verified."""

@@ -99,14 +99,19 @@ def costs_of(
     return known
 
 
-def lookup_costs(runner: Measured) -> DraftCosts:
-    """What drafts of a chain's lookups take alone, by the number of requests. Each new engine measures it, since that
-    takes but milliseconds and records their passes; in service it is corrected."""
-    found = DraftCosts()
-    for num_requests in REQUESTS:
-        if num_requests <= min(MOST_REQUESTS, runner.max_num_seqs):
-            runs = [runner.lookup_seconds(num_requests) for _ in range(OFTEN + IN_A_ROW)]
-            found.observe(num_requests, statistics.median(runs[OFTEN:]))
+def lookup_costs(
+    runner: Measured, costs: StepCosts, clock: Callable[[], float] = time.perf_counter
+) -> DraftCosts:
+    """What drafts of a chain's lookups take alone, by the number of requests. Each new engine measures it, within
+    `SECONDS_AGAIN`, and so records their passes; in service it is corrected. Empty, as before the first step in
+    service, for what runs on the host. `costs`: of the target."""
+    found, end = DraftCosts(), clock() + SECONDS_AGAIN
+    for num_requests in REQUESTS if runner.on_device else ():
+        expected = (OFTEN + IN_A_ROW) * costs.target.at(num_requests)  # the target's passes before them
+        if num_requests > min(MOST_REQUESTS, runner.max_num_seqs) or clock() + expected > end:
+            break
+        runs = [runner.lookup_seconds(num_requests) for _ in range(OFTEN + IN_A_ROW)]
+        found.observe(num_requests, statistics.median(runs[OFTEN:]))
     return found
 
 
@@ -153,8 +158,10 @@ def measure(runner: Measured, costs: StepCosts, clock: Callable[[], float] = tim
             found.setdefault(size, []).extend(runs[prepared:])
     for num_requests in sorted({sizes[0].num_requests, sizes[-1].num_requests}):
         alike = [size for size in found if size.num_requests == num_requests]
+        expected = sum(sum(_usual(found[size])) * (_num_settling(size) + IN_A_ROW) for size in alike)
+        is_long = num_requests > sizes[0].num_requests and expected > SECONDS_AGAIN
         end = clock() + SECONDS_AGAIN
-        for _ in range(ROUNDS):
+        for _ in range(ROUNDS if not is_long else 0):
             if clock() <= end:  # all of them or none: none is to have an advantage
                 for size in alike:
                     runs = [runner.measure(size) for _ in range(_num_settling(size) + IN_A_ROW)]

@@ -137,7 +137,9 @@ class Shapes:
         if shape is None:
             shape = BatchShape.of(scheduled, repeats=True, with_drafter=with_drafter)
             shape = self.widened(replace(shape, num_drafts=num_drafts), is_recorded=True)
-            if self.has_drafter or rounded == len(scheduled):  # else the key does not tell the rows of each
+            is_shown = self.has_drafter and with_drafter
+            # else the key does not tell the most rows of a request
+            if is_shown or rounded == len(scheduled):
                 self._known[key] = shape
         return scheduled, shape
 

@@ -230,7 +230,7 @@ def _policy(base: Base, drafters: Drafters, runner: ModelRunner) -> Policy:
     has_kv, is_lookup = runner.drafter_has_kv, can_compare(runner) and not costs.is_padded
     is_cut = is_lookup and runner.drafter_estimates
     if is_lookup and runner.is_divided:
-        return _chain_policy(costs, profile.lookup_costs(meter), drafters, is_cut=is_cut)
+        return _chain_policy(costs, profile.lookup_costs(meter, costs), drafters, is_cut=is_cut)
     acceptance = acceptance_of(drafters.num_drafts, has_kv=has_kv)
     is_timed = not runner.async_depth and not costs.is_padded  # each pass by the host's clock
     return AutoPolicy(costs, acceptance, is_lookup=is_lookup, probes=is_timed, is_cut=is_cut)
