@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -71,12 +72,12 @@ def boxed(drafter: Drafter) -> DrafterSandbox:
     return DrafterSandbox(drafter, vocab_size=100, max_faults=3, time_limit=None)
 
 
-def chain(*members: Drafter, host_looks: bool = True) -> ChainDrafter:
-    """host_looks False: as on a GPU with members that read no tokens on the host."""
+def chain(*members: Drafter, host_looks: bool = True, most: Sequence[int] | None = None) -> ChainDrafter:
+    """host_looks False: as on a GPU with members that read no tokens on the host. most: drafts of each, if not 3."""
     if not host_looks:
         for member in members:
             member.spec = dataclasses.replace(member.spec, host_tokens=False)
-    made = ChainDrafter([boxed(m) for m in members], [3] * len(members), vocab_size=100)
+    made = ChainDrafter([boxed(m) for m in members], most or [3] * len(members), vocab_size=100)
     cache = PagedCache([], torch.zeros(4, 1, dtype=torch.int32))
     made.bind(DraftRuntime(ops=TORCH, backend=REFERENCE, cache=cache, graphs=EAGER, host_looks=host_looks))
     return made
@@ -429,11 +430,14 @@ def test_a_lookup_is_asked_alone_if_no_other_may_draft(members: tuple[Says, ...]
     made.restrict(1, (1,))
     assert made.limit_models([0, 1], 0, are_shown=False) is made, "one request may not have its drafts"
     assert (made.limit_models([0], 0, are_shown=False) is not made) == is_alone
-    drafter = made._drafters[0]
-    drafter.spec = dataclasses.replace(drafter.spec, taps=Taps(layers=(1,)))
+
+
+def test_a_lookup_that_reads_taps_or_makes_fewer_drafts_is_asked_by_the_chain() -> None:
+    tapping = Says(1, 3)
+    tapping.spec = DraftSpec(host_tokens=True, taps=Taps(layers=(1,)))
+    made = chain(tapping, Model(2, 3))
     assert made.limit_models([0], 0, are_shown=False) is made, "the chain picks its taps"
-    drafter.spec = drafter.drafter.spec
-    made._most[0] -= 1
+    made = chain(Says(1, 3), Model(2, 3), most=[2, 3])
     assert made.limit_models([0], 0, are_shown=False) is made, "it may be asked for more than it makes"
 
 

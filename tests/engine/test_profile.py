@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -87,17 +88,22 @@ def test_a_slow_machine_measures_all_captured_steps_of_the_most_requests() -> No
     assert not {2, 8} & {size.num_requests for size in runner.runs}
 
 
+def slow_down(runner: FakeRunner, is_slow: Callable[[StepSize], bool], seconds: float) -> None:
+    """Have each run advance the clock by so much more, and some seem to take twice as long."""
+    measure = runner.measure
+
+    def slowed(size: StepSize) -> tuple[float, float]:
+        target, draft = measure(size)
+        runner.now += seconds
+        return (2 * target, 2 * draft) if is_slow(size) else (target, draft)
+
+    runner.measure = slowed  # type: ignore[method-assign]
+
+
 def test_one_requests_steps_are_measured_again_at_the_end() -> None:
     """They come first, before the machine has settled: here each run of the first 0.5 s takes twice as long."""
     runner = FakeRunner()
-    measure = runner.measure
-
-    def settling(size: StepSize) -> tuple[float, float]:
-        target, draft = measure(size)
-        runner.now += 0.03
-        return (target, draft) if runner.now > 0.5 else (2 * target, 2 * draft)
-
-    runner.measure = settling  # type: ignore[method-assign]
+    slow_down(runner, lambda size: runner.now <= 0.5, seconds=0.03)
     costs = StepCosts(LEVELS)
     profile.measure(runner, costs, clock=lambda: runner.now)
     assert costs.step(1, 1, 0) == pytest.approx(1.1e-3)
@@ -106,15 +112,11 @@ def test_one_requests_steps_are_measured_again_at_the_end() -> None:
 def test_a_slow_phase_does_not_decide_how_much_longer_many_requests_with_drafts_take() -> None:
     """Here their runs of the first round take twice as long; then they take turns with those without drafts."""
     runner = FakeRunner()
-    measure = runner.measure
 
-    def disturbed(size: StepSize) -> tuple[float, float]:
-        target, draft = measure(size)
-        runner.now += 0.04
-        is_slow = size.num_requests == 16 and size.num_drafts and runner.runs.count(size) <= OFTEN + 2
-        return (2 * target, draft) if is_slow else (target, draft)
+    def is_slow(size: StepSize) -> bool:
+        return size.num_requests == 16 and size.num_drafts > 0 and runner.runs.count(size) <= OFTEN + 2
 
-    runner.measure = disturbed  # type: ignore[method-assign]
+    slow_down(runner, is_slow, seconds=0.04)
     costs = StepCosts(LEVELS)
     profile.measure(runner, costs, clock=lambda: runner.now)
     assert runner.now > 3.0 and costs.step(16, 32, 1) == pytest.approx(1e-3 + 32e-4 + 2e-4)
@@ -277,14 +279,14 @@ def test_keys_that_are_read_lie_apart_as_requests_do(tmp_path: Path, monkeypatch
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     tables, measured = [], StepMeter._measured
 
-    def watched(self: StepMeter, scheduled: Any, given: Any) -> tuple[float, float]:
+    def watched(self: StepMeter, scheduled: Any, *given: Any) -> tuple[float, float]:
         if scheduled[0].start:
             cache, state = self._runner.cache, self._runner.state
             slots, block = [s.slot for s in scheduled], len(cache.layers[0].k)
             num_pages = -(-scheduled[0].start // 16)
             tables.append((block, cache.layers[0].block_table_SB[slots, :num_pages].flatten().tolist()))
             assert state.slots.computed_S[slots].unique().tolist() == [scheduled[0].start]
-        return measured(self, scheduled, given)
+        return measured(self, scheduled, *given)
 
     monkeypatch.setattr(StepMeter, "_measured", watched)
     settings: dict[str, Any] = {"native": False, "max_num_seqs": 2, "max_model_len": 64}
@@ -345,6 +347,7 @@ def test_beyond_the_largest_size_its_neighbour_s_noise_does_not_count() -> None:
     assert curve.at(128) == 24.0 and curve.at(132) == pytest.approx(24.05)
     assert curve.at(336) == pytest.approx(24.1 + 200 * (24.1 - 12.0) / (136 - 64))
     assert curve.slope_beyond == pytest.approx(12.1 / 72)
+    assert Curve({64: 12.0}).at(128) == 12.0 and Curve({64: 12.0, 128: 11.0}).at(256) == 11.0
 
 
 def test_one_size_that_was_disturbed_does_not_make_larger_ones_free() -> None:
@@ -352,4 +355,5 @@ def test_one_size_that_was_disturbed_does_not_make_larger_ones_free() -> None:
     assert curve.slope_beyond == pytest.approx(0.158, abs=0.01)
     assert curve.at(1088) == pytest.approx(23.5 + 952 * curve.slope_beyond)
     assert Curve({4: 1.0}).slope_beyond == 0.0 and Curve({1: 1.0, 4: 2.5}).slope_beyond == 0.5
-    assert Curve({64: 12.0}).at(128) == 12.0 and Curve({64: 12.0, 128: 11.0}).at(256) == 11.0
+    curve.set(136, 30.0)
+    assert curve.slope_beyond == pytest.approx(19.3 / 84), "it is made anew"

@@ -28,7 +28,7 @@ class ChainPolicy:
     lookups: AutoPolicy
     models: AutoPolicy
     _parts: Parts = field(default_factory=lambda: Parts([], []))
-    _able: list[Progress] = field(default_factory=list)  # those of the last choice for which models may draft
+    _are_models_asked: bool = False  # about the last choice: models may draft for some request
 
     @property
     def levels(self) -> tuple[int, ...]:
@@ -57,7 +57,8 @@ class ChainPolicy:
 
     def choose(self, asked: list[Progress], num_others: int) -> list[int]:
         # the model's drafters have not seen all rows of the others
-        able = self._able = [request for request in asked if request.draft_hole is None]
+        able = [request for request in asked if request.draft_hole is None]
+        self._are_models_asked = bool(able)
         chosen = self.models.choose(able, num_others + len(asked) - len(able))
         self.lookups.probes = not any(chosen)  # else no step would be plain
         of_lookups = self.lookups.choose(asked, num_others)
@@ -83,7 +84,7 @@ class ChainPolicy:
     @property
     def _asked(self) -> Sequence[AutoPolicy]:
         """Whose choice the last one was."""
-        return (self.lookups, self.models) if self._able else (self.lookups,)
+        return (self.lookups, self.models) if self._are_models_asked else (self.lookups,)
 
     def price(self) -> RowPrice:
         return self.lookups.price()

@@ -111,12 +111,14 @@ class Curve:
         self.points = dict(sorted((points or {}).items()))
         self._sizes = list(self.points)
         self._between: dict[int, float] = {}  # cache of `at`
+        self._slope_beyond: float | None = None  # cache of `slope_beyond`
 
     def set(self, size: int, seconds: float) -> None:
         self.points[size] = seconds
         self.points = dict(sorted(self.points.items()))
         self._sizes = list(self.points)
         self._between.clear()
+        self._slope_beyond = None
 
     def at(self, size: int) -> float:
         """Seconds of a size, cached: for sizes that recur."""
@@ -145,6 +147,11 @@ class Curve:
     @property
     def slope_beyond(self) -> float:
         """Seconds for each unit of size beyond the largest measured size; 0 if there is only one."""
+        if self._slope_beyond is None:
+            self._slope_beyond = self._usual_slope()
+        return self._slope_beyond
+
+    def _usual_slope(self) -> float:
         sizes = self._sizes
         if len(sizes) < 2:
             return 0.0

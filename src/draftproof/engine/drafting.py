@@ -47,7 +47,7 @@ class Repeat:
     So that those without take hardly longer than where there is no drafter. `is_asked`: whether the policy was asked at
     all; not if nobody can draft."""
 
-    requests: list[Progress]
+    requests: Sequence[Progress]
     wanted: Wanted
     num_left: int
     is_asked: bool = True
@@ -161,14 +161,18 @@ class Drafting:
         else:
             is_seen = bool(shown) or (self._has_kv and self.policy.is_probing)
             found = Wanted(most, without_drafter=not is_seen and self._may_rest(rows))
-        if (found.without_drafter or any(most)) and len(asked) == len(rows):
-            self._repeat = Repeat(asked, found, self.policy.num_repeats())
+        self._repeat_from(rows, asked, found)
         if not any(shadows):
             return found
         shadows = _of_rows(rows, asked, shadows)
         num_drafts = [max(pair) for pair in zip(most, shadows, strict=True)]
         shadowing = Shadowing(most, [number > 0 for number in shadows])
         return Wanted(num_drafts, shadowing, price)
+
+    def _repeat_from(self, rows: Sequence[PlannedRows], asked: Sequence[Progress], found: Wanted) -> None:
+        """Use the policy's last answer again for as long as it says, if these rows are all of those `asked` for."""
+        if (found.without_drafter or any(found.num_drafts)) and len(asked) == len(rows):
+            self._repeat = Repeat(asked, found, self.policy.num_repeats())
 
     def _end_repeat(self) -> None:
         """Have the policy asked about the next step."""
@@ -214,9 +218,8 @@ class Drafting:
                 without_models=not shows,
                 most_model_drafts=max(of_models),
             )
-        lasts = (found.without_drafter or any(num_drafts)) and not any(shadows)
-        if lasts and not shows and len(asked) == len(rows):
-            self._repeat = Repeat(list(asked), found, self.policy.num_repeats())
+        if not (shows or any(shadows)):
+            self._repeat_from(rows, asked, found)
         return found
 
     def _prompts(self, rows: Sequence[PlannedRows]) -> tuple[set[int], set[int]]:

@@ -51,6 +51,18 @@ class StepMeter:
     def measure(self, size: StepSize) -> tuple[float, float]:
         """Seconds of a step of dummy requests, by the device's clock: (target's pass, draft pass). A step that is one
         graph counts as the target's. A drafter that runs on the host is not called."""
+        return self._of_size(size, self._runner.drafter)
+
+    @as_certified
+    def lookup_seconds(self, num_requests: int) -> float:
+        """Seconds of the draft pass of a chain's lookups, without its other members, for dummy requests."""
+        runner = self._runner
+        assert runner.is_divided and runner.drafter is not None
+        lookups = runner.drafter.limit_models((), 0, are_shown=False)
+        return self._of_size(StepSize(num_requests, 0, runner.num_drafts), lookups)[1]
+
+    def _of_size(self, size: StepSize, drafter: Drafter | None) -> tuple[float, float]:
+        """See `measure`; `drafter` is asked."""
         state, num_requests, each = self._runner.state, size.num_requests, 1 + size.num_verified
         with_drafter = self._runner.drafter is not None and size.num_verified + size.num_drafts > 0
         shape = BatchShape.decoding(num_requests, each, size.num_drafts, with_drafter=with_drafter)
@@ -62,25 +74,11 @@ class StepMeter:
         scheduled = [ScheduledRequest(slot, size.context, each, each, size.num_drafts) for slot in slots]
         state.slots.computed_S[slots] = size.context
         try:
-            return self._measured(scheduled, Pass(shape, state.load(scheduled, shape)))
+            return self._measured(scheduled, Pass(shape, state.load(scheduled, shape)), drafter)
         finally:
             state.slots.computed_S[slots] = 0
             if size.context:
                 self._forget(slots)
-
-    @as_certified
-    def lookup_seconds(self, num_requests: int) -> float:
-        """Seconds of the draft pass of a chain's lookups, without its other members, for dummy requests."""
-        runner = self._runner
-        assert runner.is_divided and runner.drafter is not None
-        drafter = runner.drafter.limit_models((), 0, are_shown=False)
-        shape = self._widened(BatchShape.decoding(num_requests, 1, runner.num_drafts, with_drafter=True))
-        slots = [runner.state.scratch_slot] * num_requests
-        scheduled = [ScheduledRequest(slot, 0, 1, 1, runner.num_drafts) for slot in slots]
-        try:
-            return self._measured(scheduled, Pass(shape, runner.state.load(scheduled, shape)), drafter)[1]
-        finally:
-            runner.state.slots.computed_S[slots] = 0
 
     @as_certified
     def prompt_seconds(self, num_rows: int) -> float:
@@ -92,15 +90,15 @@ class StepMeter:
         scheduled = [ScheduledRequest(runner.state.scratch_slot, 0, num_rows, 1, 0)]
         shape = BatchShape.of(scheduled, repeats=False)
         try:
-            _, seconds = self._measured(scheduled, Pass(shape, runner.state.load(scheduled, shape)))
-            return seconds
+            given = Pass(shape, runner.state.load(scheduled, shape))
+            return self._measured(scheduled, given, runner.drafter)[1]
         finally:
             runner.state.slots.computed_S[runner.state.scratch_slot] = 0
 
     def _measured(
-        self, scheduled: Sequence[ScheduledRequest], given: Pass, drafter: Drafter | None = None
+        self, scheduled: Sequence[ScheduledRequest], given: Pass, drafter: Drafter | None
     ) -> tuple[float, float]:
-        """See `measure`. `drafter`: to be asked, if not the engine's."""
+        """See `measure`; `drafter` is asked."""
         runner, shape = self._runner, given.shape
         if shape in runner.captured:
             function = partial(runner.step_tensors, shape)
@@ -112,7 +110,7 @@ class StepMeter:
             runner.checked(given, runner.graphs if recorded else EAGER)
             return time.perf_counter() - start, 0.0
         launched = LaunchedStep(sandboxes=runner.sandboxes, scheduled=scheduled)
-        runner.run_parts(launched, given, drafter or runner.drafter, recorded=recorded)
+        runner.run_parts(launched, given, drafter, recorded=recorded)
         return launched.target_seconds, launched.draft_seconds
 
     def _widened(self, shape: BatchShape) -> BatchShape:
