@@ -14,10 +14,12 @@ best fixed number is chosen on the even turns and compared on the odd ones. A ce
 interval of a ratio lies below its bound: 0.95 of the best fixed number, 0.97 of plain decoding. Exit status 1 if a cell
 fails or an output differs.
 
-Predictions are for decode-only steps, after every prompt was decoded once with the maximum of drafts, for a lookup also
-with the number that is predicted to be best after that. After the turns they are compared with steps of that kind over
-the same prompts: of all, not of those that a policy would be told, with the predicted number of drafts and with none,
-in turns.
+Predictions are for steps in which all requests decode: of what the number of drafts gains that is the best one after
+every prompt was decoded with the maximum of drafts. Their costs are those that `auto` has learned in service; their
+acceptance is measured with that number, over the same turns. After the cell's turns they are compared with all steps of
+that kind, not just those that a policy would be told, with so many drafts and with none, in turns, which take seconds
+even if the cell has few. `auto` goes on beside them: a machine's speed changes, for one kind of step more than for
+others, and a prediction is for the machine that it was learned on.
 
 A fixed number that is far slower than the best in the first turns is left out of the later ones. With one wave one pair
 of engines serves all batches. At the end a table of all cells is printed.
@@ -27,6 +29,7 @@ of engines serves all batches. At the end a table of all cells is printed.
 --changing: a third of the turns are the prompts, a third noise (random prompts, sampled outputs), the last third the
 prompts again. Here every fixed number must be beaten, over all turns: those from 1 on, which the setting allows. Plain
 decoding has its own bound.
+--predictions: nothing but these, of all cells in a quarter of the time. A cell fails if its one is off by 10 %.
 --matrix: about one comparison in twenty would fail by chance where both are as fast as the bound says, and there are
 hundreds. So a cell that fails is measured again with four times the turns, and what that shows counts, for or against.
 """
@@ -35,6 +38,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import dataclasses
 import json
 import random
 import statistics
@@ -45,7 +49,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -69,6 +73,7 @@ RESAMPLES = 2000
 # share of the best way's speed in the first turns: a fixed number below it is not tried again
 HOPELESS = 0.75
 FEWEST_TURNS = 4
+MEASURED_SECONDS = 6.0  # least time for what a prediction is compared with
 LEARNED_FROM = 16  # requests that an engine in service has seen
 # Texts, and batches of them: the same drafts are right each time. In two texts one rule was 2 % faster than each fixed
 # number, by chance, and in two batches whose last request happened to be slow with three drafts one was 2 % faster.
@@ -155,6 +160,15 @@ class Way:
         return sum(self.tokens[i] for i in turns) / sum(self.seconds[i] for i in turns)
 
 
+class Speedup(NamedTuple):
+    """What drafts gain where all requests decode. `context`: mean tokens of all requests; `same`: outputs are equal."""
+
+    speedup: float
+    num_turns: int
+    context: int
+    same: bool
+
+
 def ratio(ours: Way, theirs: Way, turns: Sequence[int]) -> tuple[float, float, float]:
     """Speed of `ours` divided by that of `theirs` in these turns, with its 90 % interval by resampling turns."""
     generator, found = random.Random(0), []
@@ -218,44 +232,110 @@ class Bench:
         ways = [way for way in ways if len(way.seconds) == num_turns]
         best_of = [way for way in fixed if way in ways]
         judged = self._judge(ways, best_of, rules, is_changing=noise is not None)
-        prediction, of_lookups = self._predicted(auto, batch, prompts, asked)
+        same = all(way.outputs == tried[0].outputs[: len(way.outputs)] for way in tried)
+        found = self._predicted(auto, batch, prompts, asked, num_turns)
         row = {
             "cell": name,
             "batch": batch,
             "num_turns": num_turns,
             **judged,
-            "same": all(way.outputs == tried[0].outputs[: len(way.outputs)] for way in tried),
-            "predicted_k": prediction.num_drafts,
-            "predicted": prediction.speedup,
-            "measured": self._speedup(
-                partial(Told, prediction.num_drafts, of_lookups=of_lookups), num_turns, batch, prompts
-            ),
+            **found,
+            "same": same and found["same"],
         }
         self.rows.append(row)
         return row
 
+    def prediction(self, name: str, batch: int, prompts: Ids, asked: internals.Asking) -> dict[str, Any]:
+        """Nothing but what drafts are predicted to gain, and gain. `asked`: knows the acceptance for these prompts."""
+        auto = copy.deepcopy(self.new)
+        assert isinstance(auto, AutoPolicy | ChainPolicy)
+        internals.set_matches(self.drafting, [])
+        self.learned = None
+        self._learn((Way("auto", self.drafting, lambda: auto),), batch, prompts)
+        found = self._predicted(auto, batch, prompts, asked, FEWEST_TURNS)
+        row = {"cell": name, "batch": batch, **found}
+        self.rows.append(row)
+        return row
+
     def _predicted(
-        self, auto: AutoPolicy | ChainPolicy, batch: int, prompts: Ids, asked: internals.Asking
-    ) -> tuple[Prediction, bool]:
-        """What decoding alone is predicted to gain with the costs that `auto` has learned, and whether by a chain's
-        lookups alone. `asked`: has measured the acceptance with the maximum of drafts."""
+        self,
+        auto: AutoPolicy | ChainPolicy,
+        batch: int,
+        prompts: Ids,
+        asked: internals.Asking,
+        num_turns: int,
+    ) -> dict[str, Any]:
+        """What decoding alone is predicted to gain with the costs that `auto` has learned after at least so many turns
+        more, and what it gains in turns beside these. `asked`: has measured the acceptance with the most drafts."""
         context = int(batch * (statistics.mean(map(len, prompts)) + self.num_tokens / 2))
-        knowing = internals.knowing(auto, asked)
-        found = knowing.predict(batch, context, self.num_tokens)
-        of_lookups = (
-            isinstance(knowing, ChainPolicy)
-            and knowing.lookups.predict(batch, context, self.num_tokens) == found
+
+        def predict(known: AutoPolicy | ChainPolicy) -> Prediction:
+            return known.predict(batch, context, self.num_tokens)
+
+        known = internals.knowing(auto, asked)
+        found = predict(known)
+        num_drafts = found.num_drafts
+        of_lookups = isinstance(known, ChainPolicy) and predict(known.lookups) == found
+        told = partial(Told, num_drafts, of_lookups=of_lookups)
+        measured = self._speedup(auto, told, num_turns, batch, prompts)
+        if num_drafts:
+            context = measured.context
+            asker = partial(
+                internals.asking_together, num_together=batch, num_asked=num_drafts, of_lookups=of_lookups
+            )
+            known = internals.knowing(auto, self._asked_in_turns(asker, measured.num_turns, batch, prompts))
+            if isinstance(known, ChainPolicy):
+                known = known.lookups if of_lookups else known.models
+            costs = dataclasses.replace(known.costs, levels=(0, num_drafts))
+            found = predict(AutoPolicy(costs, known.acceptance))
+        return {
+            "predicted_k": num_drafts,
+            "predicted": found.speedup,
+            "measured": measured.speedup,
+            "same": measured.same,
+        }
+
+    def _speedup(
+        self, auto: Policy, told: Callable[[], Policy], num_turns: int, batch: int, prompts: Ids
+    ) -> Speedup:
+        """How much faster decoding is with these drafts than with none, in turns beside `auto`."""
+        ways = [
+            Way("drafted", self.drafting, told, is_watched=True),
+            Way("plain", self.drafting, partial(Told, 0), is_watched=True),
+            Way("auto", self.drafting, lambda: self._continued(auto)),
+        ]
+        number, order, end = 0, random.Random(0), time.perf_counter() + MEASURED_SECONDS
+        while number < num_turns or time.perf_counter() < end:
+            given, params = self._turn(number, batch * self.waves, prompts)
+            for way in order.sample(ways, len(ways)):
+                way.run(given, params)
+            number += 1
+        drafted, plain, _ = ways
+        return Speedup(
+            speedup=drafted.decoding_speed(batch) / plain.decoding_speed(batch),
+            num_turns=number,
+            context=int(
+                statistics.mean(step.context for step in drafted.steps if step.num_requests == batch)
+            ),
+            same=all(way.outputs == plain.outputs for way in ways),
         )
-        is_lookup = isinstance(auto, AutoPolicy) and auto.is_lookup and found.num_drafts < auto.levels[-1]
-        if found.num_drafts and (of_lookups or is_lookup):
-            # Where a round ends decides at which tokens drafts are made next. Example: an n-gram of `tiny` has drafts
-            # in 32 % of the steps if it may make 16, and in 40 % if 3, and those are right more often. And beside a
-            # model a lookup has more often drafts than alone, since there are fewer steps where it has none.
-            measured = self.asked(prompts, found.num_drafts)
-            knowing = internals.knowing(auto, measured, levels=(0, found.num_drafts))
-            alone = knowing.lookups if isinstance(knowing, ChainPolicy) else knowing
-            found = alone.predict(batch, context, self.num_tokens)
-        return found, of_lookups
+
+    def _asked_in_turns(
+        self, asking: Callable[[LLM], internals.Asking], num_turns: int, batch: int, prompts: Ids
+    ) -> internals.Asking:
+        """A policy that has measured the acceptance in these turns; `asking`: makes it.
+
+        Where a round ends decides at which tokens drafts are made next. Example: an n-gram of `tiny` has drafts in 32 %
+        of the steps if it may make 16, and in 40 % if 3, and those are right more often. Beside a model a lookup has
+        more often drafts than alone, since there are fewer steps where it has none. And a lookup's drafts are better
+        the later in a text, and better still if another request has the same prompt.
+        """
+        self.drafting.core.policy = copy.deepcopy(self.new)
+        self.drafting.core.policy = asker = asking(self.drafting)
+        way = Way("asking", self.drafting)
+        for number in range(num_turns):
+            way.run(*self._turn(number, batch * self.waves, prompts))
+        return asker
 
     def _learn(self, ways: Sequence[Way], batch: int, prompts: Ids) -> None:
         """Have these ways learn from the turns that an engine in service has had, but for the warm-up."""
@@ -300,19 +380,6 @@ class Bench:
         given = workload.cycled(source[start % len(source) :] + source, num_requests)
         return given, [self._params(start + i, temperature) for i in range(num_requests)]
 
-    def _speedup(self, told: Callable[[], Policy], num_turns: int, batch: int, prompts: Ids) -> float:
-        """How much faster decoding is with these drafts than with none."""
-        ways = [
-            Way("drafted", self.drafting, told, is_watched=True),
-            Way("plain", self.drafting, partial(Told, 0), is_watched=True),
-        ]
-        for number in range(num_turns):
-            given, params = self._turn(number, batch * self.waves, prompts)
-            for way in ways:
-                way.run(given, params)
-        drafted, plain = ways
-        return drafted.decoding_speed(batch) / plain.decoding_speed(batch)
-
     def _reset(self) -> Policy:
         """The policy of a new engine, whose drafter has learned nothing of its drafts either."""
         if self.learned is None:
@@ -327,15 +394,15 @@ class Bench:
             self.learned = None
         return auto
 
-    def asked(self, prompts: Ids, num_asked: int | None = None) -> internals.Asking:
-        """A policy that has measured the acceptance for these prompts, always with so many drafts; see
+    def asked(self, prompts: Ids) -> internals.Asking:
+        """A policy that has measured the acceptance for these prompts, always with the most drafts; see
         `internals.asking_anyway`. The second time counts: a drafter that keeps texts knows these ones then, as it does
         in the turns."""
         prompts = prompts[:MOST_ASKED]
         params = [self._params(i) for i in range(len(prompts))]
         for _ in range(2):
             self.drafting.core.policy = copy.deepcopy(self.new)
-            self.drafting.core.policy = asker = internals.asking_anyway(self.drafting, num_asked)
+            self.drafting.core.policy = asker = internals.asking_anyway(self.drafting)
             Way("asking", self.drafting).run(prompts, params)
         return asker
 
@@ -384,6 +451,12 @@ def benches(given: argparse.Namespace) -> Iterator[tuple[str, Bench, Ids]]:
 
 
 def shown(row: dict[str, Any]) -> str:
+    predicted = (
+        f"    decoding alone: predicted {row['predicted']:.2f}x with K={row['predicted_k']}, measured "
+        f"{row['measured']:.2f}x; same: {row['same']}"
+    )
+    if "ratios" not in row:
+        return f"{row['cell']}, batch {row['batch']}\n{predicted}"
     plain = row["speed"]["plain"]
     speeds = "  ".join(f"{name} {speed / plain:.3f}" for name, speed in row["speed"].items())
     judged = "  ".join(
@@ -391,9 +464,7 @@ def shown(row: dict[str, Any]) -> str:
         for name, r in row["ratios"].items()
     )
     return (
-        f"{row['cell']}, batch {row['batch']}: plain {plain:.0f} tok/s; {speeds}\n    {judged}\n"
-        f"    decoding alone: predicted {row['predicted']:.2f}x with K={row['predicted_k']}, measured "
-        f"{row['measured']:.2f}x; same: {row['same']}"
+        f"{row['cell']}, batch {row['batch']}: plain {plain:.0f} tok/s; {speeds}\n    {judged}\n{predicted}"
     )
 
 
@@ -487,6 +558,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=100, help="of each request")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="of each cell, about")
+    parser.add_argument("--predictions", action="store_true", help="nothing but predicted and measured gains")
     parser.add_argument("--matrix", choices=matrix.NAMES, help="all cells of this kind of device")
     parser.add_argument(
         "--only", default="", metavar="REGEX", help="of a matrix: drafters in whose names it is found"
@@ -510,14 +582,17 @@ def cells(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
             accepted = bench.asked(prompts)
             for batch in bench.batches:
                 whole = f"{name}, right at {rate}" if rate else name
-                yield bench.cell(whole, batch, prompts, accepted, noise)
+                if given.predictions:
+                    yield bench.prediction(whole, batch, prompts, accepted)
+                else:
+                    yield bench.cell(whole, batch, prompts, accepted, noise)
 
 
 def main() -> int:
     given = parse()
     rows: list[dict[str, Any]] = []
     if given.matrix:
-        rows = matrix.rows(given.matrix, given.jobs, sys.argv[0], given.only)
+        rows = matrix.rows(given.matrix, given.jobs, sys.argv[0], given.only, predictions=given.predictions)
     else:
         for row in cells(given):
             rows.append(row)

@@ -82,9 +82,12 @@ def processes() -> Iterator[tuple[str, list[str]]]:
                 yield f"{model}, {name}, changing text", changing
 
 
-def rows(name: str, num_jobs: int, program: str, only: str = "") -> list[dict[str, Any]]:
+def rows(
+    name: str, num_jobs: int, program: str, only: str = "", *, predictions: bool = False
+) -> list[dict[str, Any]]:
     """The rows of all cells, `num_jobs` processes at a time, each on two cores of its own. `only`: of processes in
-    whose names this regular expression is found. Cells that fail are measured again, which replaces their first row."""
+    whose names this regular expression is found. Cells that fail are measured again, which replaces their first row.
+    `predictions`: nothing but these, once."""
     assert name in NAMES
     mine = _apart(os.sched_getaffinity(0), num_jobs * CORES_EACH)
     free: queue.Queue[set[int]] = queue.Queue()
@@ -105,7 +108,13 @@ def rows(name: str, num_jobs: int, program: str, only: str = "") -> list[dict[st
 
     with ThreadPoolExecutor(num_jobs) as pool:
         chosen = {name: arguments for name, arguments in processes() if re.search(only, name)}
+        if predictions:
+            chosen = {
+                name: [*given, "--predictions"] for name, given in chosen.items() if "--changing" not in given
+            }
         first = [row for found in pool.map(run, chosen.items()) for row in found]
+        if predictions:
+            return first
         failed = [row for row in first if row["same"] and not holds(row)]  # chance changes no output
         print(f"{len(failed)} of {len(first)} cells are measured again", flush=True)
         later = list(pool.map(run, ((row["cell"], _again(chosen[row["cell"]], row)) for row in failed)))
@@ -150,7 +159,10 @@ def _run(program: str, name: str, arguments: Sequence[str], cores: set[int]) -> 
 
 
 def holds(row: dict[str, Any]) -> bool:
-    """Whether the outputs are equal and no interval is below its bound."""
+    """Whether the outputs are equal and no interval is below its bound; without intervals, whether the prediction was
+    right."""
+    if "ratios" not in row:
+        return bool(row["same"] and is_predicted(row))
     return bool(row["same"] and all(r["ok"] for r in row["ratios"].values()))
 
 
@@ -160,11 +172,19 @@ def is_predicted(row: dict[str, Any]) -> bool:
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """All cells: ratios to plain decoding, to the best fixed number and to the rules; predicted and measured."""
+    if rows and "ratios" not in rows[0]:
+        lines = [f"| {row['cell']} | {row['batch']} | {_predicted(row)} |" for row in rows]
+        return "\n".join(["| cell | batch | predicted / measured |\n|---|---|---|", *lines])
     head = (
         "| cell | batch | turns | auto to plain | new to plain | auto to best fixed | auto to vLLM's, SGLang's "
         "| predicted / measured | holds |\n|---|---|---|---|---|---|---|---|---|"
     )
     return "\n".join([head, *map(_line, rows)])
+
+
+def _predicted(row: dict[str, Any]) -> str:
+    shown = f"{row['predicted']:.2f} / {row['measured']:.2f} (K={row['predicted_k']})"
+    return shown + ("" if is_predicted(row) else " off")
 
 
 def _line(row: dict[str, Any]) -> str:
@@ -175,7 +195,6 @@ def _line(row: dict[str, Any]) -> str:
         r = ratios[name]
         return f"{r['ratio']:.2f} [{r['low']:.2f}, {r['high']:.2f}]{'' if r['ok'] else ' **fails**'}"
 
-    predicted = f"{row['predicted']:.2f} / {row['measured']:.2f} (K={row['predicted_k']})"
     columns = (
         row["cell"],
         str(row["batch"]),
@@ -184,7 +203,7 @@ def _line(row: dict[str, Any]) -> str:
         shown("new/plain"),
         f"{shown(best)} {best.removeprefix('auto/best ')}",
         f"{shown(VLLM)}, {shown(SGLANG)}",
-        predicted + ("" if is_predicted(row) else " off"),
+        _predicted(row),
         "yes" if holds(row) else "no",
     )
     return f"| {' | '.join(columns)} |"

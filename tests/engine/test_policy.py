@@ -1016,7 +1016,7 @@ def test_a_step_in_which_nobody_has_drafts_is_as_short_as_a_plain_one() -> None:
 
 
 def test_what_the_first_steps_with_drafts_took_is_not_believed_for_ever() -> None:
-    """They were disturbed, so that no others follow."""
+    """They were disturbed, so that no others follow. Nine rows are guessed to take 2.2 times as long as one."""
     its = costs()
     for _ in range(3):
         its.observe(StepOutcome(1, 9, 8, 1, 0, 2.0, host_seconds=0.5))
@@ -1024,7 +1024,7 @@ def test_what_the_first_steps_with_drafts_took_is_not_believed_for_ever() -> Non
     for _ in range(200):
         its.observe(plain_step(its.target.at(1) + 0.1)._replace(host_seconds=0.1))
         found.append(its.host.seconds)
-    assert min(found[:TRUSTED_HOST]) == max(found[:TRUSTED_HOST]) > 0.4 and found[-1] < 0.12
+    assert min(found[:TRUSTED_HOST]) == max(found[:TRUSTED_HOST]) > 0.4 and 0.21 < found[-1] < 0.23
 
 
 def test_what_is_learnt_of_asking_in_vain_is_not_taken_for_verifying() -> None:
@@ -1161,16 +1161,18 @@ def test_a_probe_ends_also_if_nobody_is_asked_any_more() -> None:
 
 @pytest.mark.parametrize("is_seen", [True, False])
 def test_the_first_probe_comes_early_where_it_tells_for_sure(is_seen: bool) -> None:
-    """Steps with drafts bring ten tokens, so that others lose much, and are seldom probed. `is_seen`: see `Probes`."""
+    """Steps with drafts bring ten tokens, so that others lose much, and are seldom probed: once for 54 tokens, half a
+    per cent of what 1,080 steps bring, and the second twice as often. `is_seen`: see `Probes`; the drafter then takes
+    0.05 of a step, too."""
     choice = DraftChoice({RequestClass(0): 12}, tokens=10.0, seconds=1.0, balanced=10.0)
     its = Probes(costs(), is_seen=is_seen)
     found = []
-    for number in range(20 * FEWEST_APART):
+    for number in range(30 * FEWEST_APART):
         its.count(1, 1, has_drafts=True)
         if its.is_due(choice, 1):
             its.start(1)
             found.append(number + 1)
-    assert found == ([] if is_seen else [FEWEST_APART])
+    assert found == ([1086, 1629] if is_seen else [FEWEST_APART, FEWEST_APART + 540, FEWEST_APART + 1620])
 
 
 def test_a_probe_s_first_step_counts_as_what_it_is() -> None:
@@ -1205,7 +1207,7 @@ def test_a_choice_is_not_kept_for_others() -> None:
     assert its._kept is not made and made is not None and len(made.asked) == 4
 
 
-@pytest.mark.parametrize(("rate", "least", "most"), [(0.3, 14, 18), (0.9, 1, 2)])
+@pytest.mark.parametrize(("rate", "least", "most"), [(0.3, 22, 26), (0.9, 8, 10)])
 def test_a_lookup_that_always_drafts_measures_plain_steps_now_and_then(
     rate: float, least: int, most: int
 ) -> None:
@@ -1245,11 +1247,12 @@ def test_probes_lose_little_and_are_not_made_all_the_time(gain: float) -> None:
     """Drafts that have paid go on for a while where they do not."""
     its = Probes(costs(), is_seen=False)
     choice, num_steps = DraftChoice({RequestClass(0): 1}, gain, 1.0, gain), 0
-    its.start(1)
+    for _ in range(2):
+        its.start(1)
     while not its.is_due(choice, 1):
         its.count(1, 1, has_drafts=True)
         num_steps += 1
-    assert num_steps == max(FEWEST_APART, math.ceil(PROBED_STEPS * (gain - 1.0) / PROBED_SHARE))
+    assert num_steps == max(FEWEST_APART, math.ceil(PROBED_STEPS * (1.0 - 1.0 / gain) / PROBED_SHARE))
     its.count(1, 1, has_drafts=False)
     assert not its.is_due(choice, 1), "a step without drafts has told already"
 
@@ -1492,17 +1495,42 @@ def test_one_slow_host_says_little() -> None:
 
 
 def test_what_the_host_takes_besides_drafts_is_not_that_of_steps_without() -> None:
-    """Until either was seen, it is taken to be as long as the other."""
+    """Until both were seen, each further row is guessed to add 0.15 of what a plain step takes."""
     its, one = costs(row=0.0, step=0.0), StepOutcome(1, 9, 8, 9, 0, 1.5, 0.5)
     for _ in range(20):
         its.observe(one)
     its._paces.clear()
-    assert its.plain(1) == pytest.approx(1.5) == its.step(1, 9, 8) == its.ragged(1, 0)(9, 8)
+    assert its.plain(1) == pytest.approx(1.0 + 0.5 / 2.2)
+    assert its.step(1, 9, 8) == pytest.approx(1.5) == its.ragged(1, 0)(9, 8)
     for _ in range(20):
         its.observe(StepOutcome(1, 1, 0, 1, 0, 1.1, 0.1))
     its._paces.clear()
-    assert its.plain(1) == pytest.approx(1.1) and its.step(1, 9, 8) == pytest.approx(1.5)
+    assert its.plain(1) == pytest.approx(1.1, rel=0.02) and its.step(1, 9, 8) == pytest.approx(1.5)
     assert its.step(1, 1, 8) == pytest.approx(1.5), "drafts were asked for"
+    its = costs(row=0.0, step=0.0)
+    for _ in range(20):
+        its.observe(StepOutcome(2, 2, 0, 2, 0, 1.1, 0.1))
+    its._paces.clear()
+    assert its.step(2, 2, 0) == pytest.approx(1.1) == its.step(2, 2, 8)
+    assert its.step(2, 10, 8) == pytest.approx(1.0 + 0.1 * 1.6) == its.ragged(2, 0)(10, 8)
+
+
+def test_steps_that_were_never_seen_do_not_seem_to_need_no_host() -> None:
+    """A drafter that rests from the start: none of its steps is told, and many plain ones."""
+    its = costs()
+    for _ in range(10 * TRUSTED_HOST):
+        its.observe(plain_step(its.target.at(1) + 0.1)._replace(host_seconds=0.1))
+    assert its._host(1, is_plain=False)(9) == pytest.approx(0.22)
+
+
+def test_the_host_s_part_is_not_guessed_by_rows_that_one_request_cannot_have() -> None:
+    """Sixteen requests had nine rows each, then there is one, which has nine at most."""
+    its = costs()
+    its.observe(StepOutcome(16, 144, 8, 144, 0, 5.0, host_seconds=1.1))
+    assert its._host(1, is_plain=True)(1) == pytest.approx(0.5)
+    for _ in range(400):
+        its.observe(plain_step(its.target.at(1) + 0.1)._replace(host_seconds=0.1))
+    assert its.host.seconds == pytest.approx(0.22, rel=0.05)
 
 
 def test_the_first_step_says_what_the_host_takes_and_the_first_prompt_the_drafter() -> None:
@@ -1657,3 +1685,27 @@ def test_nobody_verifies_more_than_there_may_be_and_large_steps_stay_as_they_are
     assert rounded_rows(1, 17, 16) == 17 < rounded_rows(1, 17, 17)
     assert rounded_rows(1, 17, 5) == 17 and rounded_rows(4, 39, 5) == 39, "lookups of a chain make more"
     assert rounded_rows(4, 61, 20) == 64 and rounded_rows(4, 65, 20) == 65 and rounded_rows(32, 64, 5) == 64
+
+
+def test_a_probe_of_lookups_counts_as_one_step() -> None:
+    """As its median: the machine may be disturbed for all of it, or in one of its steps."""
+    its, other = costs(), costs()
+    probes = Probes(its, is_seen=False)
+    probes.steps = [plain_step(seconds * its.plain(1)) for seconds in (1.3, 9.0, 1.2)]
+    other.observe(plain_step(1.3 * other.plain(1)))
+    probes.settle()
+    assert its.plain(1) == other.plain(1) and not probes.steps
+    probes.steps = [plain_step(9.0)._replace(is_typical=False)]
+    probes.settle()
+    assert its.plain(1) == other.plain(1)
+
+
+def test_predictions_are_by_the_share_of_rounds_with_drafts_not_by_its_class() -> None:
+    """All drafts are accepted, and steps take as long with them as without. Nine rounds in ten have one: 1.9 tokens."""
+    its = policy(1.0, row=0.0, step=0.0, levels=(0, 1))
+    record = request(4).records[0]
+    for number in range(4000):
+        its.acceptance.count_given(record, 1, int(number % 10 > 0))
+        if number % 10:
+            its.acceptance.count(record, 1, 1)
+    assert its.predict(1).speedup == pytest.approx(1.9, rel=0.01)

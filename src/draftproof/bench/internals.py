@@ -23,6 +23,7 @@ from draftproof.drafters.sandbox import DrafterSandbox
 from draftproof.engine.acceptance import Acceptance
 from draftproof.engine.auto_policy import AutoPolicy
 from draftproof.engine.chain_policy import ChainPolicy
+from draftproof.engine.costs import StepOutcome
 from draftproof.engine.interface import ScheduledRequest
 from draftproof.engine.policy import FixedPolicy, Policy
 from draftproof.engine.progress import Progress
@@ -340,11 +341,66 @@ class AskingAnyway(AutoPolicy):
 
     num_asked: int | None = None  # drafts of each request; None: the maximum
 
+    @property
+    def compares(self) -> bool:
+        """Never: which drafts are made depends on where rounds end, so on what is verified."""
+        return False
+
     def choose(self, asked: list[Progress], num_others: int) -> list[int]:
         return [self.costs.levels[-1] if self.num_asked is None else self.num_asked] * len(asked)
 
     def will_draft(self, request: Progress, num_others: int, num_lost: int = 0) -> bool:
         return self.num_asked != 0
+
+
+class AskingTogether(AskingAnyway):
+    """Counts nothing but decode-only steps of `num_together` requests, and the drafts that are verified in these."""
+
+    num_together = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # by `id` of the request: of the step before, of this one; (request, drafts asked for, proposed)
+        self._before: dict[int, tuple[Progress, int, int]] = {}
+        self._made: dict[int, tuple[Progress, int, int]] = {}
+        self._verified: list[tuple[Progress, int, int]] = []  # (request, drafts, accepted)
+
+    @property
+    def report_every(self) -> int:
+        return 1
+
+    def choose(self, asked: list[Progress], num_others: int) -> list[int]:
+        self._begin()  # the step before may have had prompts, so that nobody was told
+        return super().choose(asked, num_others)
+
+    def proposed(self, request: Progress, num_asked: int, num_drafts: int, *, is_model: bool = True) -> None:
+        self._made[id(request)] = request, num_asked, num_drafts
+
+    def verified(self, request: Progress, num_drafted: int, num_accepted: int) -> None:
+        self._verified.append((request, num_drafted, num_accepted))
+
+    def finished(self, step: StepOutcome, num_steps: int = 0) -> None:
+        if step.num_requests == self.num_together:
+            for request, num_asked, num_drafts in self._before.values():
+                super().proposed(request, num_asked, num_drafts)
+            for request, num_drafts, num_accepted in self._verified:
+                super().verified(request, num_drafts, num_accepted)
+        self._before.clear()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._before.update(self._made)
+        self._made.clear()
+        self._verified.clear()
+
+
+class AskingLookups(ChainPolicy):
+    """A chain's policy that asks its lookups anyway, and has all of their drafts verified."""
+
+    compares = False
+
+    def verified(self, request: Progress, num_drafted: int, num_accepted: int) -> None:
+        self.lookups.verified(request, num_drafted, num_accepted)
 
 
 Asking = AskingAnyway | ChainPolicy  # a chain policy of two that ask anyway
@@ -365,37 +421,43 @@ def set_matches(llm: LLM, learned: Sequence[Tensor]) -> None:
             kept.copy_(found)
 
 
-def asking_anyway(llm: LLM, num_asked: int | None = None) -> Asking:
-    """A policy for measuring: acceptance starts without data and never decays. `num_asked`: see `AskingAnyway`; of a
-    chain it asks for so many of its lookups' drafts and for none of the others."""
+def asking_anyway(llm: LLM) -> Asking:
+    """A policy for measuring: acceptance starts without data and never decays."""
     auto = llm.core.policy
     if isinstance(auto, ChainPolicy):
-        of_models = None if num_asked is None else 0
-        return ChainPolicy(_asking(auto.lookups, num_asked), _asking(auto.models, of_models))
+        return ChainPolicy(_asking(auto.lookups), _asking(auto.models))
     assert isinstance(auto, AutoPolicy)
-    return _asking(auto, num_asked)
+    return _asking(auto)
 
 
-def _asking(auto: AutoPolicy, num_asked: int | None) -> AskingAnyway:
+def asking_together(llm: LLM, num_together: int, num_asked: int, *, of_lookups: bool = False) -> Asking:
+    """A policy that measures acceptance in steps of so many requests, with so many drafts of each; `of_lookups`: of a
+    chain's lookups, and none of its other members'; else of these alone."""
+    auto = llm.core.policy
+    if isinstance(auto, ChainPolicy):
+        lookups = _together(auto.lookups, num_together, num_asked * of_lookups)
+        models = _together(auto.models, num_together, num_asked * (not of_lookups))
+        return (AskingLookups if of_lookups else ChainPolicy)(lookups, models)
+    assert isinstance(auto, AutoPolicy)
+    return _together(auto, num_together, num_asked)
+
+
+def _asking(auto: AutoPolicy) -> AskingAnyway:
+    return AskingAnyway(auto.costs, Acceptance(auto.acceptance.num_drafts, memory=1.0), number=auto.number)
+
+
+def _together(auto: AutoPolicy, num_together: int, num_asked: int) -> AskingTogether:
     acceptance = Acceptance(auto.acceptance.num_drafts, memory=1.0)
-    found = AskingAnyway(auto.costs, acceptance, number=auto.number)
-    found.num_asked = num_asked
+    found = AskingTogether(auto.costs, acceptance, number=auto.number)
+    found.num_together, found.num_asked = num_together, num_asked
     return found
 
 
-def knowing(auto: Policy, asked: Asking, levels: tuple[int, ...] | None = None) -> AutoPolicy | ChainPolicy:
-    """A policy with the costs that `auto` has learned and the acceptance that was measured by `asked`.
-
-    levels: numbers of drafts that it, or a chain's lookups, choose from, if not those of `auto`.
-    """
+def knowing(auto: Policy, asked: Asking) -> AutoPolicy | ChainPolicy:
+    """A policy with the costs that `auto` has learned and the acceptance that was measured by `asked`."""
     if isinstance(auto, ChainPolicy):
         assert isinstance(asked, ChainPolicy)
-        models = AutoPolicy(auto.models.costs, asked.models.acceptance)
-        return ChainPolicy(_knowing(auto.lookups, asked.lookups, levels), models)
+        lookups = AutoPolicy(auto.lookups.costs, asked.lookups.acceptance)
+        return ChainPolicy(lookups, AutoPolicy(auto.models.costs, asked.models.acceptance))
     assert isinstance(auto, AutoPolicy) and isinstance(asked, AutoPolicy)
-    return _knowing(auto, asked, levels)
-
-
-def _knowing(auto: AutoPolicy, asked: AutoPolicy, levels: tuple[int, ...] | None) -> AutoPolicy:
-    costs = auto.costs if levels is None else dataclasses.replace(auto.costs, levels=levels)
-    return AutoPolicy(costs, asked.acceptance)
+    return AutoPolicy(auto.costs, asked.acceptance)

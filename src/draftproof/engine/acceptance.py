@@ -48,19 +48,16 @@ class RequestClass(NamedTuple):
     `RARITY_STEP`."""
 
     odds: int
-    rarity: int = 0
+    rarity: float = 0
 
     @property
     def share(self) -> float:
         """Share of rounds with drafts when asked for."""
-        return _SHARES[self.rarity]
+        return RARITY_STEP**-self.rarity
 
 
-_SHARES = [RARITY_STEP**-rarity for rarity in range(MOST_RARE + 1)]
-
-
-def _rarity(share: float) -> int:
-    return min(MOST_RARE, round(-math.log(share) / math.log(RARITY_STEP)))
+def _rarity(share: float) -> float:
+    return min(MOST_RARE, -math.log(share) / math.log(RARITY_STEP))
 
 
 def _raised(chance: float, ratio: float) -> float:
@@ -238,6 +235,11 @@ class Acceptance:
     @property
     def unknown(self) -> RequestClass:
         """The class of new requests."""
+        return RequestClass(0, round(_rarity(self.share)))
+
+    @property
+    def average(self) -> RequestClass:
+        """A class of its own for new requests, whose share of rounds with drafts is not rounded: for predictions."""
         return RequestClass(0, _rarity(self.share))
 
     def class_of(self, record: AcceptanceRecord) -> RequestClass:
@@ -245,7 +247,7 @@ class Acceptance:
         share = (record.given + OWN_WEIGHT * self.share) / (record.asked + OWN_WEIGHT)
         odds = record.odds(self.persistence.slope)
         record.ratio = ODDS_STEP**odds
-        return RequestClass(odds, _rarity(share))
+        return RequestClass(odds, round(_rarity(share)))
 
     def survival(self, odds: int = 0) -> list[float]:
         """The chance that there is a draft 1, 2, ... and survives, in a round with drafts of a request with these

@@ -427,14 +427,14 @@ class AutoPolicy:
         ends; outputs have `num_tokens` each. In its last step half of what that could bring is lost on average.
         Example: 12 tokens a step. A request of 100 takes not 8.3 steps but 8.8, so 11.4 a step."""
         self._settle()
-        unknown = self.acceptance.unknown
-        choice = self.chooser.best({unknown: num_requests}, context=context)
+        average = self.acceptance.average
+        choice = self.chooser.best({average: num_requests}, context=context)
         plain = num_requests / self.costs.plain(num_requests, context)
         each = choice.tokens / num_requests
         num_steps = num_tokens / each + (1.0 - 1.0 / each) / 2
         tokens = choice.tokens - (each - 1.0) / 2 / num_steps
         speedup = tokens / choice.seconds / plain
-        return Prediction(num_requests, choice.num_drafts.get(unknown, 0), speedup)
+        return Prediction(num_requests, choice.num_drafts.get(average, 0), speedup)
 
     def proposed(self, request: Progress, num_asked: int, num_drafts: int, *, is_model: bool = True) -> None:
         record = request.records[self.number]
@@ -474,13 +474,11 @@ class AutoPolicy:
         kept = self._kept
         is_probed = self.is_probing and step.is_plain  # its first step verifies the drafts that there are
         num_plain = (num_steps or self.plain_every) // PLAIN_EVERY
-        is_settling = is_probed and kept is not None and kept.num_told < NUM_SETTLING
-        if is_probed and not self.is_lookup and not is_settling:
-            self._probes.steps.append(step)
-        elif not is_settling:
-            number = 0 if is_probed else num_plain if step.is_plain else self.report_every
-            self._steps.append((step, number))
+        if not is_probed:
+            self._steps.append((step, num_plain if step.is_plain else self.report_every))
             self._was_asked = False
+        elif kept is not None and kept.num_told >= NUM_SETTLING:
+            self._probes.steps.append(step)
         # those without drafts are alike, and nothing is risked until the next choice
         waits = step.is_plain if kept is None else kept.may_wait or not kept.choice.num_drafts
         if not waits or len(self._steps) >= MOST_STEPS:

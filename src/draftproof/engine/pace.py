@@ -18,7 +18,7 @@ from operator import mul
 UNKNOWN_PACE = 0.2  # prior of the machine's pace
 DRIFT = 0.02  # change of the pace from step to step
 UNKNOWN_KIND = 0.2  # prior of a kind's correction
-UNKNOWN_GROWTH = 0.06  # prior of the correction for each doubling of the rows
+UNKNOWN_GROWTH = 0.03  # prior of the correction for each doubling of the rows
 FIRST_NOISE, LEAST_NOISE = 0.1, 0.02  # noise of a step: at the start, and at least
 NOISE_RATE = 0.05  # weight of a new step in the noise estimate
 SURPRISE = 2.0  # standard deviations at which a step's deviation is clipped
