@@ -1163,16 +1163,17 @@ def test_a_probe_ends_also_if_nobody_is_asked_any_more() -> None:
 def test_the_first_probe_comes_early_where_it_tells_for_sure(is_seen: bool) -> None:
     """Steps with drafts bring ten tokens, so that others lose much, and are seldom probed: once for 54 tokens, half a
     per cent of what 1,080 steps bring, and the second twice as often. `is_seen`: see `Probes`; the drafter then takes
-    0.05 of a step, too."""
+    0.05 of a step, too, and they are fewer."""
     choice = DraftChoice({RequestClass(0): 12}, tokens=10.0, seconds=1.0, balanced=10.0)
     its = Probes(costs(), is_seen=is_seen)
     found = []
-    for number in range(30 * FEWEST_APART):
+    for number in range(50 * FEWEST_APART):
         its.count(1, 1, has_drafts=True)
         if its.is_due(choice, 1):
             its.start(1)
             found.append(number + 1)
-    assert found == ([1086, 1629] if is_seen else [FEWEST_APART, FEWEST_APART + 540, FEWEST_APART + 1620])
+    first = FEWEST_APART
+    assert found == ([2715] if is_seen else [first, first + 540, first + 1620, first + 2700])
 
 
 def test_a_probe_s_first_step_counts_as_what_it_is() -> None:

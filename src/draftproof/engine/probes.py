@@ -17,6 +17,7 @@ from draftproof.engine.draft_choice import DraftChoice
 # the caches. So what they take besides is only a bound: it counts if it is clearly less than expected.
 PROBED_STEPS, PROBED_SHARE = 6, 0.005
 SECOND_SOONER = 2.0  # how much sooner the second comes than later ones: one tells little
+SEEN_SHARE = 0.002  # the share if a drafter with a model sees them
 # The first of them do not count: after steps of many rows those of one are longer (`profile.SETTLING`). Suffix drafting
 # for one request of `small`: 1.31 ms for the target's pass, 1.06 where all steps are plain.
 NUM_SETTLING = 3
@@ -50,9 +51,10 @@ class Probes:
         # plain steps that each step loses, where one with drafts stands for so many
         num_plain = choice.speed * choice.seconds / num_requests
         lost = choice.speed * plain / num_requests - 1.0
+        share = PROBED_SHARE * (SECOND_SOONER if self._num_probes[about_as_many] == 1 else 1.0)
         if self.is_seen:
             lost += self.costs.draft.at(num_requests, self.costs.levels[1]) / plain
-        share = PROBED_SHARE * (SECOND_SOONER if self._num_probes[about_as_many] == 1 else 1.0)
+            share = SEEN_SHARE
         return num_drafted * num_plain >= PROBED_STEPS * lost / share
 
     def start(self, num_requests: int) -> None:
