@@ -10,7 +10,11 @@ import pytest
 
 from bench import adaptive, matrix
 from bench.rules import AverageAcceptance, BatchTable
+from draftproof.bench import internals
+from draftproof.engine.acceptance import POOL_WEIGHT, Acceptance
+from draftproof.engine.auto_policy import AutoPolicy
 from draftproof.engine.costs import StepOutcome
+from tests.engine.test_policy import costs
 from tests.engine.test_scheduler import request
 
 
@@ -115,3 +119,26 @@ def test_a_cell_that_fails_is_measured_again_for_longer(
     assert matrix.holds(good) and "first_ratios" not in good
     assert matrix.holds(unlucky) and unlucky["first_ratios"] == {"auto/plain": {"ok": False}}
     assert "1 of 2 cells are measured again" in capsys.readouterr().out
+
+
+def test_a_cell_of_predictions_alone_holds_if_its_prediction_is_right() -> None:
+    row = {"cell": "tiny", "batch": 4, "same": True, "predicted": 1.05, "measured": 1.0, "predicted_k": 2}
+    wrong = {**row, "predicted": 1.2}
+    assert matrix.holds(row) and not matrix.holds(wrong) and not matrix.holds({**row, "same": False})
+    table = matrix.table([row, wrong]).splitlines()
+    assert table[2:] == ["| tiny | 4 | 1.05 / 1.00 (K=2) |", "| tiny | 4 | 1.20 / 1.00 (K=2) off |"]
+
+
+def test_acceptance_is_that_of_the_steps_that_are_compared() -> None:
+    """Two requests. Before their first step alike one still had its prompt; in the last one is alone."""
+    auto = AutoPolicy(costs(), Acceptance(8))
+    asker = internals.together(auto, num_together=2, num_asked=1)
+    both = [request(4, i) for i in range(2)]
+    for asked, num_accepted in ((both[:1], 0), (both, 1), (both, 1), (both[:1], 0)):
+        assert asker.choose(asked, 0) == [1] * len(asked)
+        for one in asked:
+            asker.verified(one, 1, num_accepted)
+        for one in asked:
+            asker.proposed(one, 1, 1)
+        asker.finished(StepOutcome(len(asked), 2 * len(asked), 1, len(asked), 0, 1.0))
+    assert asker.predict(2) and asker.acceptance.accepted.least[0] == 4 / (4 + POOL_WEIGHT)

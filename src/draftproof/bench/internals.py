@@ -435,18 +435,19 @@ def asking_together(llm: LLM, num_together: int, num_asked: int, *, of_lookups: 
     chain's lookups, and none of its other members'; else of these alone."""
     auto = llm.core.policy
     if isinstance(auto, ChainPolicy):
-        lookups = _together(auto.lookups, num_together, num_asked * of_lookups)
-        models = _together(auto.models, num_together, num_asked * (not of_lookups))
+        lookups = together(auto.lookups, num_together, num_asked * of_lookups)
+        models = together(auto.models, num_together, num_asked * (not of_lookups))
         return (AskingLookups if of_lookups else ChainPolicy)(lookups, models)
     assert isinstance(auto, AutoPolicy)
-    return _together(auto, num_together, num_asked)
+    return together(auto, num_together, num_asked)
 
 
 def _asking(auto: AutoPolicy) -> AskingAnyway:
     return AskingAnyway(auto.costs, Acceptance(auto.acceptance.num_drafts, memory=1.0), number=auto.number)
 
 
-def _together(auto: AutoPolicy, num_together: int, num_asked: int) -> AskingTogether:
+def together(auto: AutoPolicy, num_together: int, num_asked: int) -> AskingTogether:
+    """A policy with these costs that measures acceptance, see `AskingTogether`."""
     acceptance = Acceptance(auto.acceptance.num_drafts, memory=1.0)
     found = AskingTogether(auto.costs, acceptance, number=auto.number)
     found.num_together, found.num_asked = num_together, num_asked
