@@ -207,16 +207,13 @@ class Bench:
         """Measure all ways over the prompts, with fresh policies; for a changing workload also over `noise`.
         `asked`: knows the acceptance for these prompts."""
         engine = self.drafting.core
-        engine.policy = auto = copy.deepcopy(self.new)
-        assert isinstance(auto, AutoPolicy | ChainPolicy)
+        auto = self._unlearned()
         levels = auto.levels
         most = levels[-1]
         fixed = [Way(f"K={k}", self.drafting, partial(FixedPolicy, k)) for k in levels[1:]]
         table = table_up_to(most)
         sglang = AverageAcceptance(most)
         ours = Way("auto", self.drafting, lambda: self._continued(auto))
-        internals.set_matches(self.drafting, [])
-        self.learned = None
         rules = [Way("vLLM's", self.drafting, lambda: table), Way("SGLang's", self.drafting, lambda: sglang)]
         ways = [
             Way("plain", self.plain),
@@ -247,10 +244,7 @@ class Bench:
 
     def prediction(self, name: str, batch: int, prompts: Ids, asked: internals.Asking) -> dict[str, Any]:
         """Nothing but what drafts are predicted to gain, and gain. `asked`: knows the acceptance for these prompts."""
-        auto = copy.deepcopy(self.new)
-        assert isinstance(auto, AutoPolicy | ChainPolicy)
-        internals.set_matches(self.drafting, [])
-        self.learned = None
+        auto = self._unlearned()
         self._learn((Way("auto", self.drafting, lambda: auto),), batch, prompts)
         found = self._predicted(auto, batch, prompts, asked, FEWEST_TURNS)
         row = {"cell": name, "batch": batch, **found}
@@ -336,6 +330,14 @@ class Bench:
         for number in range(num_turns):
             way.run(*self._turn(number, batch * self.waves, prompts))
         return asker
+
+    def _unlearned(self) -> AutoPolicy | ChainPolicy:
+        """The policy for an engine in service, before it has served; its drafter has learned nothing of its drafts."""
+        self.drafting.core.policy = auto = copy.deepcopy(self.new)
+        assert isinstance(auto, AutoPolicy | ChainPolicy)
+        internals.set_matches(self.drafting, [])
+        self.learned = None
+        return auto
 
     def _learn(self, ways: Sequence[Way], batch: int, prompts: Ids) -> None:
         """Have these ways learn from the turns that an engine in service has had, but for the warm-up."""
@@ -565,7 +567,10 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--jobs", type=int, default=1, help="processes of a matrix, on two cores each")
     parser.add_argument("--json", type=Path)
-    return parser.parse_args()
+    given = parser.parse_args()
+    if given.predictions and given.changing:
+        parser.error("--predictions are of the prompts alone: leave --changing out")
+    return given
 
 
 def cells(given: argparse.Namespace) -> Iterator[dict[str, Any]]:

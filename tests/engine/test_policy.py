@@ -1508,6 +1508,10 @@ def test_what_the_host_takes_besides_drafts_is_not_that_of_steps_without() -> No
     its._paces.clear()
     assert its.plain(1) == pytest.approx(1.1, rel=0.02) and its.step(1, 9, 8) == pytest.approx(1.5)
     assert its.step(1, 1, 8) == pytest.approx(1.5), "drafts were asked for"
+    for _ in range(400):
+        its.observe(StepOutcome(1, 1, 0, 1, 0, 1.1, 0.1))
+    its._paces.clear()
+    assert its.plain(1) == pytest.approx(1.1), "of the guess nothing is left"
     its = costs(row=0.0, step=0.0)
     for _ in range(20):
         its.observe(StepOutcome(2, 2, 0, 2, 0, 1.1, 0.1))

@@ -365,10 +365,6 @@ class AskingTogether(AskingAnyway):
         self._made: dict[int, tuple[Progress, int, int]] = {}
         self._verified: list[tuple[Progress, int, int]] = []  # (request, drafts, accepted)
 
-    @property
-    def report_every(self) -> int:
-        return 1
-
     def choose(self, asked: list[Progress], num_others: int) -> list[int]:
         self._begin()  # the step before may have had prompts, so that nobody was told
         return super().choose(asked, num_others)

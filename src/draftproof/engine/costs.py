@@ -380,8 +380,7 @@ class StepCosts:
         for _, alike in itertools.groupby(steps, key=attrgetter("num_requests")):
             each = list(alike)
             for start in range(0, len(each), size):
-                few = sorted(each[start : start + size], key=attrgetter("seconds"))
-                self.observe(few[(len(few) - 1) // 2])
+                self.observe(median_step(each[start : start + size]))
 
     def observe_prompt(self, num_rows: int, draft_seconds: float) -> None:
         """Note that the drafter took `draft_seconds` for `num_rows` rows, most of them of prompts."""
@@ -482,6 +481,11 @@ class StepCosts:
         self.target, self.draft = target, DraftCosts(draft)
         self.context, self.context_row_seconds, self.spread = context, row_seconds, spread
         self.prompt_row_seconds = prompt_row_seconds
+
+
+def median_step(steps: Sequence[StepOutcome]) -> StepOutcome:
+    """The step of median time, of an even number the faster of both."""
+    return sorted(steps, key=attrgetter("seconds"))[(len(steps) - 1) // 2]
 
 
 def _written(curve: Curve) -> dict[str, float]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from dataclasses import dataclass, field
-from operator import attrgetter
 
-from draftproof.engine.costs import StepCosts, StepOutcome
+from draftproof.engine.costs import StepCosts, StepOutcome, median_step
 from draftproof.engine.draft_choice import DraftChoice
 
 # While all steps draft nothing tells what plain ones take, and a profile that is off by a few per cent decides whether
@@ -78,7 +77,7 @@ class Probes:
         where each counted, and by 10 % so."""
         steps, self.steps = [step for step in self.steps if step.is_typical], []
         if steps and not self.is_seen:
-            self.costs.observe(sorted(steps, key=attrgetter("seconds"))[(len(steps) - 1) // 2])
+            self.costs.observe(median_step(steps))
             return
         longer = [step.seconds / self.costs.plain(step.num_requests, step.context) for step in steps]
         if len(longer) > 1 and statistics.median(longer) < CLEARLY_LESS:
