@@ -36,7 +36,7 @@ from draftproof.drafters.ngram import NgramDrafter
 from draftproof.engine.acceptance import acceptance_of
 from draftproof.engine.auto_policy import AutoPolicy
 from draftproof.engine.costs import HostCosts, StepCosts, StepOutcome
-from draftproof.engine.drafting import COMPARED_EVERY
+from draftproof.engine.drafting import COMPARED_EVERY, FOLLOWED_EVERY, MOST_FOLLOWED
 from draftproof.engine.interface import RequestSpec, RowPrice
 from draftproof.engine.policy import FixedPolicy, Policy
 from draftproof.engine.progress import Progress
@@ -200,12 +200,13 @@ class Rehearsed(AutoPolicy):
 
 @dataclass
 class Decoding:
-    """A request that decodes. `num_drafts`: waiting to be verified; `has_hole`: the drafter missed some of its rows;
-    `last`: the last drafts that were copied, and the number of tokens before them."""
+    """A request that decodes. `num_drafts`: waiting to be verified, of `num_asked` that were asked for; `has_hole`: the
+    drafter missed some of its rows; `last`: the last drafts that were copied, and the number of tokens before them."""
 
     text: Text
     progress: Progress
     num_drafts: int = 0
+    num_asked: int = 0
     last: tuple[Found, int] | None = None
     has_hole: bool = False
 
@@ -230,6 +231,7 @@ class Turn:
         self.seconds = 0.0
         self._num_steps = 0
         self._num_tokens = self._num_requests = 0  # in steps with drafts since one was reported
+        self._first_followed = 0
         if recording.has_kv:
             for request in self.running:
                 request.has_hole = not policy.will_draft(request.progress, len(texts) - 1)
@@ -254,8 +256,9 @@ class Turn:
         most = max((*chosen, *compared), default=0)
         price = self._policy.price() if self._is_copied else RowPrice()
         is_plain = not most and not any(request.num_drafts for request in self.running)
+        is_told = False
         if self._num_steps:
-            self._verify(most, is_shadow=bool(most) and not any(chosen), is_plain=is_plain)
+            is_told = self._verify(most, is_shadow=bool(most) and not any(chosen), is_plain=is_plain)
         self._num_steps += 1
         if self._recording.has_kv and is_plain and not self._policy.is_probing:
             for request in self.running:
@@ -266,9 +269,11 @@ class Turn:
         for request, number, shadows in zip(asked, chosen, compared, strict=True):
             if request.progress.room > 0:
                 self._draft(request, number, shadows, price if most else RowPrice())
+        if is_told and self._compares and not is_plain and self._num_steps % FOLLOWED_EVERY == 1:
+            self._tell_lookups(is_compared=any(compared))
 
-    def _verify(self, most: int, *, is_shadow: bool, is_plain: bool) -> None:
-        """The target's pass: takes its time, and adds tokens."""
+    def _verify(self, most: int, *, is_shadow: bool, is_plain: bool) -> bool:
+        """The target's pass: takes its time, and adds tokens. Returns whether it was reported."""
         num_requests = len(self.running)
         num_rows = num_requests + sum(request.num_drafts for request in self.running)
         context = sum(len(request.progress.tokens) for request in self.running)
@@ -279,13 +284,29 @@ class Turn:
         if not is_plain:
             self._num_tokens += num_tokens
             self._num_requests += num_requests
-        if self._num_steps % (self._policy.plain_every if is_plain else self._policy.report_every) == 0:
+        is_told = self._num_steps % (self._policy.plain_every if is_plain else self._policy.report_every) == 0
+        if is_told:
             host, each_tokens = self._costs.host.seconds, 0.0
             if not is_plain:
                 each_tokens = self._num_tokens / self._num_requests
                 self._num_tokens = self._num_requests = 0
             step = StepOutcome(num_requests, num_rows, most, num_tokens, context, seconds, host, is_shadow)
             self._policy.finished(step._replace(each_tokens=each_tokens))
+        return is_told
+
+    def _tell_lookups(self, *, is_compared: bool) -> None:
+        """As `Drafting._tell_lookups`."""
+        for request in self.running:
+            progress = request.progress
+            if progress.num_asked:
+                self._policy.looked_up(progress, progress.num_asked, progress.num_given)
+                progress.num_asked = progress.num_given = 0
+        for _ in range(0 if is_compared else min(len(self.running), MOST_FOLLOWED)):
+            request = self.running[self._first_followed % len(self.running)]
+            self._first_followed += 1
+            if request.num_asked:
+                self._policy.proposed(request.progress, request.num_asked, request.num_drafts, is_model=False)
+                request.progress.is_followed = request.num_drafts > 0
 
     def _accept(self, request: Decoding) -> int:
         """Verify a request's drafts; returns the number of new tokens."""
@@ -293,8 +314,10 @@ class Turn:
         num_accepted = min(num_drafts, request.found.num_right, progress.room)
         progress.tokens += [TOKEN] * (num_accepted + 1)
         request.num_drafts = 0
-        if num_drafts and not self._compares:
-            self._policy.verified(progress, num_drafts if progress.room >= 0 else num_accepted, num_accepted)
+        if num_drafts and (progress.is_followed or not self._compares):
+            num_observed = num_drafts if progress.room >= 0 else num_accepted
+            self._policy.verified(progress, num_observed, num_accepted, is_model=not self._compares)
+        progress.is_followed = False
         return num_accepted + 1
 
     def _draft(self, request: Decoding, number: int, shadows: int, price: RowPrice) -> None:
@@ -303,7 +326,10 @@ class Turn:
             found = self._cut(request, found, min(max(number, shadows), progress.room), price)
         num_asked = min(max(number, shadows), progress.room)
         num_drafts = min(found.num_drafts, num_asked)
-        request.num_drafts = min(num_drafts, number)
+        request.num_drafts, request.num_asked = min(num_drafts, number), num_asked
+        if self._compares and num_asked:
+            progress.num_asked += 1
+            progress.num_given += num_drafts > 0
         if not num_asked or bool(shadows) != self._compares:
             return
         self._policy.proposed(progress, num_asked, num_drafts, is_model=not self._compares)

@@ -59,7 +59,9 @@ class AverageAcceptance(FixedPolicy):
     def num_repeats(self) -> int:
         return 0  # each step may change the number
 
-    def verified(self, request: Progress, num_drafted: int, num_accepted: int) -> None:
+    def verified(
+        self, request: Progress, num_drafted: int, num_accepted: int, *, is_model: bool = True
+    ) -> None:
         self._accepted.append(num_accepted)
 
     def finished(self, step: StepOutcome) -> None:

@@ -62,9 +62,12 @@ def test_what_is_told_goes_to_those_it_tells_of() -> None:
     its, one = parted(), request(4)
     its.proposed(one, 8, 0, is_model=False)
     its.proposed(one, 4, 3, is_model=True)
-    its.verified(one, 3, 1)
-    assert [record.asked for record in one.records] == [1.0, 1.0]
-    assert [record.given for record in one.records] == [0.0, 1.0]
+    its.verified(one, 3, 1, is_model=True)
+    its.looked_up(one, 2, 1)
+    for part in (its.lookups, its.models):
+        part._settle()
+    assert [record.asked for record in one.records] == [2.0, 1.0]
+    assert [record.given for record in one.records] == [1.0, 1.0]
     its.compared(one, Comparison(8, 3, 0, 3, False))
     assert [record.hits for record in one.records] == [3.0, 1.0]
 

@@ -664,7 +664,7 @@ class Told(FixedPolicy):
     def proposed(self, request: Progress, num_asked: int, num_drafts: int, *, is_model: bool) -> None:
         self.given.append((num_asked, num_drafts))
 
-    def verified(self, request: Progress, num_drafted: int, num_accepted: int) -> None:
+    def verified(self, request: Progress, num_drafted: int, num_accepted: int, *, is_model: bool) -> None:
         self.rounds.append((num_drafted, num_accepted))
 
 

@@ -765,14 +765,13 @@ def test_a_lookup_s_choice_goes_on_while_its_drafts_have_not_lost(lost: float, g
     assert (its._kept is kept) == goes_on
 
 
-@pytest.mark.parametrize("changed", ["savings", "waiting", "old", "probe", "cheap", "none"])
+@pytest.mark.parametrize("changed", ["savings", "waiting", "old", "cheap", "none"])
 def test_no_choice_is_kept_for_as_long_again(changed: str) -> None:
-    """If the savings would not last after the steps that wait, it is old, a probe is due, or choosing takes no time;
-    nor if its number does not follow what is accepted."""
+    """If the savings would not last after the steps that wait, it is old, or choosing takes no time; nor if its number
+    does not follow what is accepted."""
     its, one = kept_longer()
     kept = used_up(its, one, its._kept.choice.tokens - 1)
     assert its._goes_on(kept)
-    num_steps = kept.num_steps
     if changed == "savings":
         its.savings = ALLOWANCE + ROUNDS_KEPT * kept.choice.worst * (kept.longer - 0.5)
     elif changed == "waiting":
@@ -780,8 +779,6 @@ def test_no_choice_is_kept_for_as_long_again(changed: str) -> None:
         its._steps.append((StepOutcome(1, 9, 8, 1, 100, 1.0), ROUNDS_KEPT))
     elif changed == "old":
         kept.num_steps = MOST_STEPS_KEPT
-    elif changed == "probe":
-        its.probes, its._probes._num_drafted = True, {1: 10**6 - num_steps}
     elif changed == "cheap":
         kept.is_dear = False
     else:
@@ -868,7 +865,7 @@ def test_a_choice_for_a_lookup_is_kept_for_long_from_the_first(is_lookup: bool, 
     assert (kept.longer > FIRST_KEPT) == (is_lookup and savings > ALLOWANCE)
 
 
-@pytest.mark.parametrize("changed", ["", "over", "savings", "number", "age", "probe", "ended"])
+@pytest.mark.parametrize("changed", ["", "over", "savings", "number", "age", "ended"])
 def test_the_choice_for_new_requests_is_passed_on_to_the_next(changed: str) -> None:
     """While it holds, and for as long as for the first."""
     its, requests = policy(0.9, row=0.005, step=0.005), [request(4, number) for number in range(6)]
@@ -885,8 +882,6 @@ def test_the_choice_for_new_requests_is_passed_on_to_the_next(changed: str) -> N
         asked = requests[2:5]
     elif changed == "age":
         its._num_taken += MOST_NEW
-    elif changed == "probe":
-        its.probes, its._probes._num_drafted = True, {2: 10**6}
     elif changed == "ended":
         its.choose(requests[:1], 0)
     assert its._kept is kept
@@ -1272,6 +1267,36 @@ def test_requests_that_end_after_a_few_steps_are_probed_too() -> None:
             its.finished(StepOutcome(1, 1 + k, k, 1 + k, 0, 1.0))
             num_plain += not k
     assert 0 < num_plain <= PROBED_STEPS
+
+
+@pytest.mark.parametrize("plain", [1.0, 0.2])
+def test_a_choice_that_a_probe_has_interrupted_goes_on_if_its_drafts_pay(plain: float) -> None:
+    """Passed on to a new request, it is interrupted soon. `plain`: how long plain steps turn out to be."""
+    its, requests = policy(0.8, row=0.02, step=0.1), [request(4, number) for number in range(3)]
+    its.is_lookup, its.probes, its.savings, its._num_taken = True, True, MOST_SAVED, MOST_NEW
+    for number in range(2):
+        its._choosing_seconds = 1e3
+        its.choose(requests[number : number + 1], 0)
+    kept, one = its._kept, requests[2]
+    assert kept.num_left > 2 * ROUNDS_KEPT and not its._probes.is_due(kept.choice, 1, kept.num_unprobed)
+    its._probes._num_drafted = {1: 10**6}
+    its.choose([one], 0)
+    assert its._kept is kept and kept.num_left == ROUNDS_KEPT - 1 and not its.is_probing
+    for _ in range(ROUNDS_KEPT):
+        its.choose([one], 0)
+    assert its.is_probing and its._probes._num_drafted == {1: 0}
+    its.finished(StepOutcome(1, 9, 0, 9, 0, 1.5))  # verifies the drafts that there are
+    for _ in range(2 * PROBED_STEPS):
+        if its.is_probing:
+            for _ in range(20):  # as often as many probes, while steps with drafts take as long as before
+                its.costs.observe(StepOutcome(1, 1, 0, 1, 0, plain))
+                its.costs.observe(StepOutcome(1, 9, 8, 9, 0, 1.0 + 8 * 0.02 + 0.1))
+            assert its.choose([one], 0) == [0]
+            its.finished(StepOutcome(1, 1, 0, 1, 0, plain))
+    found = its.choose([one], 0)
+    assert (its._kept is kept) == (plain == 1.0) and (found == kept.num_drafts or plain < 1.0)
+    if plain == 1.0:
+        assert kept.num_unprobed == 1 and its._probing(kept) is kept
 
 
 def test_a_probe_makes_no_drafts_whatever_its_first_step_verifies() -> None:
@@ -1667,9 +1692,77 @@ def test_a_choice_lasts_longer_where_the_drafter_ends_proposals() -> None:
         its = policy(0.9)
         its.is_cut, its._choosing_seconds = is_cut, 0.02 * its.costs.plain(1) * ROUNDS_KEPT
         asked = [request(4)]
-        its._kept = Kept(asked, 0, [0], DraftChoice({}, 1.0, 1.0, 1.0), False, 1, False, 1, 1.0)
+        its._kept = Kept(asked, 0, [0], DraftChoice({}, 1.0, 1.0, 1.0), False, 1, False, 1, 1.0, 1.0)
         lengths.append(its._choice_for(asked, 0, its._kept).longer)
     assert 1 <= lengths[0] < lengths[1] <= MOST_KEPT
+
+
+def looking_up(share: float, num_right: int = 8) -> AutoPolicy:
+    """A policy for a lookup that had drafts in so large a share of the steps, of which so many are right."""
+    its, other = policy(0.8, row=0.02, step=0.06), request(4)
+    its.is_lookup, its.savings = True, MOST_SAVED
+    for _ in range(100):
+        its.proposed(other, 8, 8, is_model=False)
+        its.verified(other, 8, num_right, is_model=False)
+        its.looked_up(other, 10, round(10 * share))
+    its._settle()
+    assert its.acceptance.share == pytest.approx(share, abs=0.05)
+    return its
+
+
+def test_whether_a_lookup_has_drafts_is_known_after_one_text() -> None:
+    """Three hundred steps without, of which the policy is told in groups; then it is not asked for any."""
+    its, one = looking_up(0.5, num_right=1), request(4, 1)
+    assert its.choose([one], 0) != [0]
+    for _ in range(300 // OBSERVED_EVERY):
+        its.looked_up(one, OBSERVED_EVERY, 0)
+    its._settle()
+    assert its.acceptance.share < 0.07 and its.acceptance.longer[-1] > 0.9
+    its._let_go()
+    assert its.choose([request(4, 2)], 0) == [0]
+
+
+def test_steps_that_are_told_of_together_count_as_if_each_were() -> None:
+    """About so: a request's past fades by groups."""
+    together, each = Acceptance(8), Acceptance(8)
+    one, other = AcceptanceRecord(), AcceptanceRecord()
+    for _ in range(40):
+        together.count_some(one, 8, 2)
+        for number in range(8):
+            each.count_some(other, 1, number % 4 == 0)
+    assert together.share == pytest.approx(each.share, rel=0.05)
+    assert one.given / one.asked == pytest.approx(other.given / other.asked, rel=0.1)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_a_choice_without_drafts_is_made_again_once_there_would_be_some(share: float) -> None:
+    """Where drafts that are only compared are right. `share`: of the steps in which there are some."""
+    its, one = looking_up(0.0), request(4, 1)
+    its._choosing_seconds = 1e3
+    assert its.choose([one], 0) == [0]
+    kept = its._kept
+    assert kept.longer == MOST_KEPT
+    for number in range(20):
+        its.looked_up(one, 1, number % 2 if share else 0)
+        if share and number % 2:
+            its.compared(one, Comparison(8, 8, 0, 8, False))
+    assert kept.is_over == (share > 0.0)
+    its.choose([request(4, 2)], 0)
+    assert bool(its._kept.choice.num_drafts) == (share > 0.0), "nor is it passed on"
+
+
+def test_a_choice_holds_for_requests_almost_like_those_it_was_made_for() -> None:
+    its = looking_up(0.5)
+    choice = its._make_ready(1)
+    (made,) = choice.num_drafts
+    for share, holds in ((0.45, True), (0.2, False)):
+        its.acceptance.some.forget(1e-3)
+        its.acceptance.some.add(round(10_000 * share), 10_000)
+        assert its.acceptance.unknown != made
+        assert (its._made_ready(1) is choice) == holds, share
+    its.acceptance.some.forget(1e-3)
+    its.acceptance.some.add(4500, 10_000)
+    assert its.choose([request(4)], 0) == [*choice.num_drafts.values()]
 
 
 def test_sizes_of_steps_come_again() -> None:

@@ -91,7 +91,7 @@ class Comparing(FixedPolicy):
     def proposed(self, request: Progress, num_asked: int, num_drafts: int, *, is_model: bool) -> None:
         self.given.append((num_asked, num_drafts))
 
-    def verified(self, request: Progress, num_drafted: int, num_accepted: int) -> None:
+    def verified(self, request: Progress, num_drafted: int, num_accepted: int, *, is_model: bool) -> None:
         raise AssertionError("it is told by comparisons")
 
     def compared(self, request: Progress, found: Comparison) -> None:
@@ -172,12 +172,54 @@ NOT_COMPARED = {
 }
 
 
+class Following(Comparing):
+    """Has no drafts compared, and notes what it is told of some that are verified."""
+
+    def __init__(self, num_drafts: int, every: int) -> None:
+        super().__init__(num_drafts, [])
+        self.report_every = every
+        self.rounds: list[tuple[str, int, int]] = []
+        self.num_asked = self.num_given = 0
+
+    def verified(self, request: Progress, num_drafted: int, num_accepted: int, *, is_model: bool) -> None:
+        assert not is_model
+        self.rounds.append((request.id, num_drafted, num_accepted))
+
+    def looked_up(self, request: Progress, num_asked: int, num_given: int) -> None:
+        self.num_asked += num_asked
+        self.num_given += num_given
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_some_drafts_are_followed_until_they_are_verified(
+    monkeypatch: pytest.MonkeyPatch, every: int
+) -> None:
+    """Those made in steps that are told of, by their true ends; whether there are drafts is counted in each step."""
+    monkeypatch.setattr("draftproof.engine.drafting.FOLLOWED_EVERY", every)
+    runner, told = Countdown(7), Following(7, every)
+    assert run(runner, told) == [list(range(5, 45))]
+    asked = [s.num_drafts for step in runner.steps for s in step.scheduled if s.num_drafts]
+    assert told.num_asked >= len(asked) - every and told.num_given == told.num_asked
+    assert set(told.given[:4]) == {(7, 7)} and len(told.given) >= len(asked) // every - 1
+    assert len(told.rounds) == len(told.given) and not told.found
+    assert {accepted for _, _, accepted in told.rounds} == {3}, "as FakeRunner has it"
+
+
+def test_few_requests_of_a_step_are_followed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftproof.engine.drafting.FOLLOWED_EVERY", 1)
+    told = Following(7, 1)
+    run(Countdown(7), told, num_requests=5)
+    names = [name for name, _, _ in told.rounds]
+    assert names[:16] == ["0", "1", "2", "3"] * 4, "four decode at a time, two of a step are followed"
+    assert "4" in names[16:]
+
+
 @pytest.mark.parametrize(("name", "value"), NOT_COMPARED.items())
 def test_only_drafts_that_the_host_knows_in_time_and_that_cost_no_rows_are_compared(
     name: str, value: Any
 ) -> None:
     class Told(Comparing):
-        def verified(self, request: Progress, num_drafted: int, num_accepted: int) -> None:
+        def verified(self, request: Progress, num_drafted: int, num_accepted: int, *, is_model: bool) -> None:
             self.rounds += 1
 
         rounds = 0
@@ -292,7 +334,7 @@ def test_a_request_that_drafts_alone_is_not_compared_twice_as_often() -> None:
     its, one = policy(0.9), request(4)
     its.savings = 30.0
     seen = []
-    for _ in range(400):
+    for _ in range(1000):
         seen.append(any(its.shadows(its.choose([one], 0), 0)))
         its.finished(StepOutcome(1, 9, 8, 9, 100, 1.0))
     assert sum(seen[-10 * SHADOWS_EVERY :]) == 10
@@ -415,7 +457,7 @@ def test_a_comparison_tells_what_verifying_would_have(
     verified, compared = dict[int, int](), dict[int, int]()  # first position -> accepted drafts
 
     class Verifying(FixedPolicy):
-        def verified(self, request: Progress, num_drafted: int, num_accepted: int) -> None:
+        def verified(self, request: Progress, num_drafted: int, num_accepted: int, *, is_model: bool) -> None:
             if num_accepted < num_drafted:
                 verified[len(request.tokens) - num_accepted - 1] = num_accepted
 

@@ -372,7 +372,9 @@ class AskingTogether(AskingAnyway):
     def proposed(self, request: Progress, num_asked: int, num_drafts: int, *, is_model: bool = True) -> None:
         self._made[id(request)] = request, num_asked, num_drafts
 
-    def verified(self, request: Progress, num_drafted: int, num_accepted: int) -> None:
+    def verified(
+        self, request: Progress, num_drafted: int, num_accepted: int, *, is_model: bool = True
+    ) -> None:
         self._verified.append((request, num_drafted, num_accepted))
 
     def finished(self, step: StepOutcome, num_steps: int = 0) -> None:
@@ -395,7 +397,7 @@ class AskingLookups(ChainPolicy):
 
     compares = False
 
-    def verified(self, request: Progress, num_drafted: int, num_accepted: int) -> None:
+    def verified(self, request: Progress, num_drafted: int, num_accepted: int, *, is_model: bool) -> None:
         self.lookups.verified(request, num_drafted, num_accepted)
 
 

@@ -180,6 +180,12 @@ class Chances:
                 self._hits[position] -= weight * (_raised(chance, ratio) - chance)
         self._is_stale = True
 
+    def add(self, num_hits: int, num_tried: int) -> None:
+        """Count the first event of so many rounds."""
+        self._trials[0] += num_tried * self._weight
+        self._hits[0] += num_hits * self._weight
+        self._is_stale = True
+
     def forget(self, left: float) -> None:
         """Multiply the weight of all counts so far by `left`."""
         self._weight /= left
@@ -193,8 +199,8 @@ class Chances:
 @dataclass(slots=True)
 class Acceptance:
     """The pool's estimates for `num_drafts` positions: `accepted`, that a draft is accepted; `given`, that there is one
-    when asked for; `followed`, that there is one after a draft that was accepted. A request's estimates are the pool's,
-    shifted by its `RequestClass`.
+    after the one before; `followed`, that there is one after a draft that was accepted. `some`: that there are drafts
+    when asked for. A request's estimates are the pool's, shifted by its `RequestClass`.
 
     `memory`: weight that the past keeps with each round, if one request decodes at a time.
     `prior_weight`: of `expected`, in trials.
@@ -205,6 +211,7 @@ class Acceptance:
     memory: float = POOL_MEMORY
     prior_weight: float = POOL_WEIGHT
     accepted: Chances = field(init=False)
+    some: Chances = field(init=False)
     given: Chances = field(init=False)
     followed: Chances = field(init=False)
     persistence: Persistence = field(default_factory=Persistence)
@@ -214,6 +221,7 @@ class Acceptance:
     def __post_init__(self) -> None:
         self.decode_together(1)
         self.accepted = Chances(self.num_drafts, self.expected, prior_weight=self.prior_weight)
+        self.some = Chances(1, 1.0)
         self.given = Chances(self.num_drafts, 1.0, num_alike=2)
         self.followed = Chances(self.num_drafts, 1.0)
 
@@ -225,7 +233,7 @@ class Acceptance:
     @property
     def share(self) -> float:
         """Share of the rounds that had drafts when asked for; 1 at the start."""
-        return self.given.estimates[0]
+        return self.some.estimates[0]
 
     @property
     def longer(self) -> list[float]:
@@ -310,10 +318,13 @@ class Acceptance:
         elif num_accepted:
             self.followed.count(num_accepted - 1, min(num_accepted, found.num_asked - 1), found.num_before)
 
-    def fade(self, num_steps: float = 1.0) -> None:
-        """Reduce the weight of the past by so many steps without drafts."""
+    def fade(self, num_steps: float = 1.0, *, is_compared: bool = False) -> None:
+        """Reduce the weight of the past by so many steps without drafts. `is_compared`: now and then some are made in
+        these, so whether there are any is still counted."""
         left = POOL_FADING**num_steps
         self.accepted.forget(left)
+        if not is_compared:
+            self.some.forget(left)
         self.given.forget(left)
         self.followed.forget(left)
         self._survivals.clear()
@@ -322,15 +333,27 @@ class Acceptance:
         """Count proposals before, which had all drafts that were asked for: how many, by that number of drafts."""
         for num_asked, number in num_proposals.items():
             for _ in range(min(number, MOST_FULL)):
+                self.some.count(1, 1)
                 self.given.count(num_asked, num_asked)
 
     def count_given(self, record: AcceptanceRecord, num_asked: int, num_given: int) -> None:
         """Count that the drafter was asked for `num_asked` drafts and had `num_given`."""
+        self.count_some(record, 1, int(num_given > 0))
+        self.count_length(record, num_asked, num_given)
+
+    def count_length(self, record: AcceptanceRecord, num_asked: int, num_given: int) -> None:
+        """Count how many drafts it had, and not whether it had some."""
         self.given.forget(self._kept**GIVEN_SOONER)
         self.given.count(num_given, num_asked)
-        record.asked = OWN_MEMORY * record.asked + 1.0
-        record.given = OWN_MEMORY * record.given + float(num_given > 0)
         record.last_asked, record.last_given = num_asked, num_given
+
+    def count_some(self, record: AcceptanceRecord, num_rounds: int, num_given: int) -> None:
+        """Count rounds in which the drafter was asked for drafts, and had some in `num_given` of them."""
+        self.some.forget(self._kept ** (GIVEN_SOONER * num_rounds))
+        self.some.add(num_given, num_rounds)
+        left = OWN_MEMORY**num_rounds
+        record.asked = left * record.asked + num_rounds
+        record.given = left * record.given + num_given
 
 
 def acceptance_of(num_drafts: int, *, has_kv: bool) -> Acceptance:

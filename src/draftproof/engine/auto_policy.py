@@ -6,7 +6,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from draftproof.engine.acceptance import Acceptance, RequestClass
@@ -48,6 +48,7 @@ OBSERVED_EVERY = 8
 CHOOSING_SHARE = 0.005
 # Where the drafter ends proposals itself, the number of drafts is but a limit, and a good one lasts longer.
 CHOOSING_SHARE_IF_CUT = 0.0025
+CONTEXT_STEP = 256  # tokens of each request within which steps count as equally long, relative to plain ones
 MOST_WAITING = 512  # reports that wait to be taken in, at most: nothing is chosen while no request can draft
 MOST_STEPS = 16  # the same for steps: while no request can draft they come in, too
 MOST_STEPS_KEPT = 256  # steps after which a choice is made again, whatever became of its drafts
@@ -56,7 +57,9 @@ MOST_TAKEN = 256  # reports taken in after which the choice for new requests is 
 MOST_TAKEN_PLAIN = 64  # the same if it has no drafts, with those that wait: the next one may have some
 # The same for lookups, with those that wait: there it is the choice that was made for earlier requests. Either counts
 # for at most as many as it was made by: the first choices are soon made again.
-MOST_NEW = 128
+MOST_NEW = 192
+# A choice without drafts is made again once there would be drafts so much more often.
+MORE_OFTEN = 1.25
 # Least gain for which a drafter is shown a prompt, over what that takes: if the savings allow it or acceptance is well
 # known, and at the start. The price is paid for sure, and what is expected of a request may not come.
 WORTH_SHOWING, SURELY_WORTH = 1.25, 3.0
@@ -91,6 +94,7 @@ class AutoPolicy:
     _ready: ReadyChoice | None = None
     _gives_less: bool = False  # at some time the drafter had fewer drafts than it was asked for
     _full: Counter[int] = field(default_factory=Counter)  # proposals before that, by number of drafts
+    _longer_by_size: dict[tuple[int, ...], float] = field(default_factory=dict)  # see `_longer`
     _num_taken: int = 0  # reports and steps that were taken in
     _num_unobserved: int = 0  # steps since one has corrected the costs
     _was_asked: bool = False  # since a step was last reported
@@ -120,7 +124,7 @@ class AutoPolicy:
 
     @property
     def report_every(self) -> int:
-        return OBSERVED_EVERY if self._kept is not None and self._kept.may_wait else 1
+        return self._kept.report_every if self._kept is not None else 1
 
     @property
     def plain_every(self) -> int:
@@ -138,9 +142,18 @@ class AutoPolicy:
     def choose(self, asked: list[Progress], num_others: int) -> list[int]:
         if not asked:
             return []
+        probe = self._kept
+        if probe is not None and probe.interrupted and (probe.is_over or not probe.is_for(asked, num_others)):
+            self._kept = self._after_probe(probe.interrupted)
         kept = self._kept
-        if kept is None or not kept.is_for(asked, num_others) or (kept.is_over and not self._goes_on(kept)):
-            kept = self._kept = self._next(asked, num_others, before=kept)
+        if kept is None or not kept.is_for(asked, num_others):
+            kept = self._next(asked, num_others, before=kept)
+            kept = self._probing(kept, is_new=kept.is_first)
+        elif kept.is_over:
+            if not self._goes_on(kept):
+                kept = self._next(asked, num_others, before=kept)
+            kept = self._probing(kept)
+        self._kept = kept
         kept.count_steps(1)
         self._was_asked = True
         return kept.num_drafts
@@ -149,8 +162,7 @@ class AutoPolicy:
         """Whether a choice whose time is over is kept for as long again: where making one takes notable time, if the
         savings allow it, and either the number of drafts follows what is accepted, that is not much less than expected,
         or they are a lookup's and have not lost since."""
-        has_drafts = bool(kept.choice.num_drafts) and not kept.is_probe
-        if not (has_drafts and kept.is_dear and kept.num_steps < MOST_STEPS_KEPT):
+        if not (kept.choice.num_drafts and kept.is_dear and kept.num_steps < MOST_STEPS_KEPT):
             return False
         if not self.is_lookup and (kept.own is None or kept.own.is_worse):
             return False
@@ -175,14 +187,13 @@ class AutoPolicy:
         return is_same and self._may_go_on(kept)
 
     def _may_go_on(self, kept: Kept) -> bool:
-        """Whether the savings last for as long again, whatever becomes of the drafts, and no probe is due."""
+        """Whether the savings last for as long again, whatever becomes of the drafts."""
         # the steps that wait have lost as much at most
         num_waiting = sum(number for step, number in self._steps if not step.is_plain)
         if self._affordable(kept.worst) < kept.longer + num_waiting / ROUNDS_KEPT:
             self._settle_steps()
-            if self._affordable(kept.worst) < kept.longer:
-                return False
-        return not self._should_probe(kept.choice, len(kept.asked), kept.num_others, kept.num_steps)
+            return self._affordable(kept.worst) >= kept.longer
+        return True
 
     def _most_lost(self, choice: DraftChoice, longer: int) -> float:
         """What a step with drafts may lose, in plain steps, for as long as a choice is kept."""
@@ -204,28 +215,47 @@ class AutoPolicy:
                     return before
                 self._settle_steps()
                 self._let_go()
-                return self._kept_for(asked, 0, [self.acceptance.unknown] * len(asked), ready, is_first=True)
+                its_class = next(iter(ready.num_drafts), self.acceptance.unknown)
+                return self._kept_for(asked, 0, [its_class] * len(asked), ready, is_first=True)
         start = time.perf_counter()
         self._settle()
         self._let_go()
         kept = self._choice_for(asked, num_others, before)
+        self._longer_by_size.clear()
         self._choosing_seconds = time.perf_counter() - start
-        if not kept.is_first and self._should_probe(kept.choice, len(asked), num_others):
-            self._probes.start(len(asked))
-            num_drafts = [0] * len(asked)
-            return replace(kept, num_drafts=num_drafts, longer=1, may_wait=False, is_probe=True, own=None)
         if self.is_lookup:  # nobody asks in advance whether a lookup will draft
             if is_new:
-                self._ready = ReadyChoice(len(asked), kept.choice, self._num_taken)
+                self._ready = ReadyChoice(len(asked), kept.choice, self._num_taken, kept.share)
         elif before is not None and before.is_first and not kept.is_first:
             self._renew_ready()
         return kept
 
-    def _should_probe(self, choice: DraftChoice, num_asked: int, num_others: int, num_steps: int = 0) -> bool:
-        """Whether a probe is due while this is the choice, for `num_asked` requests beside others, after `num_steps`
-        steps of it."""
-        may_probe = self.probes and bool(choice.num_drafts) and not num_others
-        return may_probe and self._probes.is_due(choice, num_asked, num_steps)
+    def _probing(self, kept: Kept, *, is_new: bool = False) -> Kept:
+        """The probe that interrupts this choice, if one is due. `is_new`: some of its requests have not decoded, and
+        steps after prompts are not typical. There a few steps come first: all may be too many, since requests end."""
+        may_probe = self.probes and bool(kept.choice.num_drafts) and not kept.num_others
+        if not may_probe or not self._probes.is_due(kept.choice, len(kept.asked), kept.num_unprobed):
+            return kept
+        if is_new:
+            kept.hurry()
+            return kept
+        self._probes.start(len(kept.asked))
+        return kept.probe(self._longest(kept))
+
+    def _after_probe(self, kept: Kept) -> Kept:
+        """The choice that a probe has interrupted. It goes on, unless its drafts pay no longer by what is known."""
+        self._settle()
+        self._probes.settle()
+        gain = kept.choice.balanced / kept.num_made / (1.0 + kept.choice.worst)
+        if gain * kept.longest < WORTH_IT * self._longest(kept):
+            kept.is_over, kept.is_dear = True, False
+        return kept
+
+    def _longest(self, kept: Kept) -> float:
+        """Plain steps that a step takes in which all drafts of this choice are verified."""
+        number, most = kept.num_made, max(kept.choice.num_drafts.values())
+        context = self._context(number)
+        return self.costs.step(number, number * (1 + most), most, context) / self.costs.plain(number, context)
 
     def _made_ready(self, num_requests: int) -> DraftChoice | None:
         """The choice for so many new requests, if it is made and still holds."""
@@ -235,9 +265,14 @@ class AutoPolicy:
         choice, num_new = ready.choice, self._num_taken - ready.num_taken
         num_waiting = len(self._reports) + len(self._steps)
         if not choice.num_drafts:
-            return choice if num_new + num_waiting <= min(MOST_TAKEN_PLAIN, ready.num_taken) else None
-        # for such requests as are now expected
-        is_expected = choice.num_drafts.keys() == {self.acceptance.unknown}
+            is_as_rare = self.acceptance.share <= MORE_OFTEN * ready.share
+            is_fresh = num_new + num_waiting <= min(MOST_TAKEN_PLAIN, ready.num_taken)
+            return choice if is_as_rare and is_fresh else None
+        # for such requests as are now expected, or about such
+        expected = self.acceptance.unknown
+        is_expected = all(
+            its.odds == expected.odds and abs(its.rarity - expected.rarity) <= 1 for its in choice.num_drafts
+        )
         is_safe = choice.risk <= STAKE * RISKED_ON_MANY * self.savings
         most_new = MOST_TAKEN
         if self.is_lookup:
@@ -254,7 +289,7 @@ class AutoPolicy:
     def _make_ready(self, num_requests: int) -> DraftChoice:
         counts = {self.acceptance.unknown: num_requests}
         choice = self.chooser.best(counts, 0, self._context(num_requests), STAKE * self.savings)
-        self._ready = ReadyChoice(num_requests, choice, self._num_taken)
+        self._ready = ReadyChoice(num_requests, choice, self._num_taken, self.acceptance.share)
         return choice
 
     def _context(self, num_requests: int) -> int:
@@ -298,8 +333,6 @@ class AutoPolicy:
         longer = max(1, min(round(enough / 2), FIRST_KEPT) if is_short else min(round(enough), MOST_KEPT))
         if may_wait:
             longer = min(longer, int(affordable))
-        if is_first and self._should_probe(choice, len(asked), num_others):
-            longer = 1  # while there are requests left to probe
         # where steps are captured the time of a choice hardly counts, and another number of requests has other levels
         fewest = len(asked) * (1.0 if self.costs.is_padded else LEAST_LEFT)
         num_made = len(asked) + num_others
@@ -313,9 +346,12 @@ class AutoPolicy:
             may_wait,
             num_made,
             fewest,
+            share=self.acceptance.share,
             is_dear=round(enough) > 1,
             saved=self.savings,
         )
+        if may_wait:
+            kept.report_every = OBSERVED_EVERY * (2 if self.is_lookup and kept.is_long else 1)
         is_verified_whole = not (self.is_lookup or self._gives_less or self.costs.is_padded)
         if may_wait and num_made == 1 and is_verified_whole:
             most_lost = self._most_lost(choice, longer)
@@ -353,11 +389,8 @@ class AutoPolicy:
         kept, self._kept = self._kept, None
         if kept is None:
             return
-        if kept.is_probe:
-            self._probes.settle()
-            return
         num_requests = len(kept.asked) + kept.num_others
-        self._probes.count(num_requests, kept.num_steps, has_drafts=bool(kept.choice.num_drafts))
+        self._probes.count(num_requests, kept.num_unprobed, has_drafts=bool(kept.choice.num_drafts))
         for request, number in zip(kept.asked, kept.num_drafts, strict=True):
             if not number:
                 request.records[self.number].fade(kept.num_steps - kept.num_before)
@@ -379,7 +412,7 @@ class AutoPolicy:
     def num_repeats(self) -> int:
         self._was_asked = True
         kept = self._kept
-        if kept is None or kept.is_over or kept.own is not None or self.is_probing:
+        if kept is None or kept.is_over or kept.own is not None:
             return 0
         if not self.compares or not self.is_lookup:
             return kept.num_left
@@ -438,6 +471,9 @@ class AutoPolicy:
 
     def proposed(self, request: Progress, num_asked: int, num_drafts: int, *, is_model: bool = True) -> None:
         record = request.records[self.number]
+        if not is_model:
+            self._report(self.acceptance.count_length, record, num_asked, num_drafts)
+            return
         if num_drafts < num_asked and not self._gives_less:
             self._gives_less = True
             self.acceptance.count_full(self._full)
@@ -447,18 +483,26 @@ class AutoPolicy:
             self._full[num_asked] += 1
             record.last_asked, record.last_given = num_asked, num_drafts
 
-    def verified(self, request: Progress, num_drafted: int, num_accepted: int) -> None:
+    def looked_up(self, request: Progress, num_asked: int, num_given: int) -> None:
+        self._report(self.acceptance.count_some, request.records[self.number], num_asked, num_given)
+
+    def verified(
+        self, request: Progress, num_drafted: int, num_accepted: int, *, is_model: bool = True
+    ) -> None:
         if self._kept is not None:
             self._kept.count_round(num_drafted, num_accepted)
         self._report(self.acceptance.count, request.records[self.number], num_drafted, num_accepted)
 
     def compared(self, request: Progress, found: Comparison) -> None:
         num_more = found.num_accepted - found.num_before
+        kept = self._kept
         if num_more:
-            kept = self._kept
             num_requests = len(kept.asked) + kept.num_others if kept is not None else 1
             self._shadow_turns.hit(num_more / num_requests)
         self._report(self.acceptance.count_compared, request.records[self.number], found)
+        if num_more and kept is not None and not kept.choice.num_drafts:
+            self._settle()
+            kept.is_over = kept.is_over or self.acceptance.share > MORE_OFTEN * kept.share
 
     def prompted(self, num_rows: int, draft_seconds: float, num_asked: int = 0, num_drafts: int = 0) -> None:
         of_rows = draft_seconds - self.costs.draft.at(num_asked, num_drafts)
@@ -525,21 +569,22 @@ class AutoPolicy:
     def _fade(self, num_steps: float) -> None:
         """Let what is known of acceptance fade by steps without drafts: by fewer if drafts are seldom compared, since
         what those tell is to last."""
-        self.acceptance.fade(num_steps * self._shadow_turns.frequency)
+        is_compared = self.is_lookup and self.compares
+        self.acceptance.fade(num_steps * self._shadow_turns.frequency, is_compared=is_compared)
 
     def _save(self, gained: float) -> None:
         """Count so many plain steps as gained, or lost."""
         self.savings = min(MOST_SAVED, max(0.0, self.savings + gained))
 
     def _longer(self, step: StepOutcome) -> float:
-        """Plain steps that a step of this size takes, cached while the choice is kept. By the cost model, not this
-        step's time: a disturbance would have slowed a plain step as well."""
-        known = self._kept.longer_by_size if self._kept is not None else {}
+        """Plain steps that a step of about this size takes, cached until the next choice is made. By the cost
+        model, not this step's time: a disturbance would have slowed a plain step as well."""
         size = step.num_requests, step.num_rows, step.num_drafts
-        found = known.get(size)
+        about = (*size, step.context // (CONTEXT_STEP * step.num_requests))
+        found = self._longer_by_size.get(about)
         if found is None:
             plain = self.costs.plain(step.num_requests, step.context)
-            found = known[size] = self.costs.step(*size, step.context) / plain
+            found = self._longer_by_size[about] = self.costs.step(*size, step.context) / plain
         return found
 
     def _are_new(self, asked: Sequence[Progress], before: Kept | None) -> bool:

@@ -93,10 +93,15 @@ class ChainPolicy:
         return self.models.will_draft(request, num_others, num_lost)
 
     def proposed(self, request: Progress, num_asked: int, num_drafts: int, *, is_model: bool) -> None:
-        (self.models if is_model else self.lookups).proposed(request, num_asked, num_drafts)
+        (self.models if is_model else self.lookups).proposed(
+            request, num_asked, num_drafts, is_model=is_model
+        )
 
-    def verified(self, request: Progress, num_drafted: int, num_accepted: int) -> None:
-        self.models.verified(request, num_drafted, num_accepted)
+    def looked_up(self, request: Progress, num_asked: int, num_given: int) -> None:
+        self.lookups.looked_up(request, num_asked, num_given)
+
+    def verified(self, request: Progress, num_drafted: int, num_accepted: int, *, is_model: bool) -> None:
+        (self.models if is_model else self.lookups).verified(request, num_drafted, num_accepted)
 
     def compared(self, request: Progress, found: Comparison) -> None:
         self.lookups.compared(request, found)

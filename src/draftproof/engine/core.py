@@ -262,10 +262,20 @@ class EngineCore:
             if request.shadows:
                 is_last = delta.finish_reason is not None
                 self.drafting.compare(request, self.stats.num_steps, is_last=is_last)
-            if not self.runner.is_divided or self.drafting.is_lookups(delta.drafter):
+            is_divided = self.runner.is_divided
+            if scheduled.num_drafts:
+                request.num_asked += 1
+                is_given = result.num_proposed and (
+                    not is_divided or self.drafting.is_lookups(result.drafter)
+                )
+                request.num_given += bool(is_given)
+            if not is_divided or self.drafting.is_lookups(delta.drafter):
+                if request.is_followed and num_observed and not request.forced:
+                    self.policy.verified(request, num_observed, delta.num_accepted, is_model=False)
+                request.is_followed = False
                 return
         if num_observed and not request.forced:  # forced drafts say nothing about the drafters' acceptance
-            self.policy.verified(request, num_observed, delta.num_accepted)
+            self.policy.verified(request, num_observed, delta.num_accepted, is_model=True)
         num_asked = min(scheduled.num_drafts, request.room)
         if num_asked > 0 and delta.finish_reason is None and not compares:
             self.policy.proposed(request, num_asked, result.num_proposed, is_model=True)

@@ -16,6 +16,9 @@ from draftproof.engine.scheduler import PlannedRows, Scheduler
 from draftproof.engine.shadows import Shadow, Shadowing, compare_all
 
 COMPARED_EVERY = 4  # steps between comparisons of drafts with the output
+# Steps between reports of how often lookups had drafts, at least, and the requests whose drafts are then followed until
+# they are verified: each takes some microseconds.
+FOLLOWED_EVERY, MOST_FOLLOWED = 8, 2
 # Steps after one with prompts, on a CPU, that say nothing of how long such steps take: a prompt's products slow the
 # processor for a while (a Xeon with AMX by 1.6 at first, by 1.1 after four steps).
 AFTER_PROMPTS = 6
@@ -110,6 +113,7 @@ class Drafting:
         self._last_end = 0.0  # when the policy had heard of it
         self._num_since_prompts = 0  # finished steps
         self._num_left_out = 0  # finished steps since one that no prompt has slowed
+        self._first_followed = 0  # the request whose proposal is told of first
         # since a step with drafts was reported, in all such steps: tokens, and requests
         self._num_tokens = 0
         self._num_requests = 0
@@ -252,7 +256,8 @@ class Drafting:
         if num_steps % COMPARED_EVERY and not is_last:
             return
         found, request.shadows = compare_all(request.shadows, request.tokens)
-        if any(comparison.num_accepted > comparison.num_before for comparison in found):
+        is_resting = self._repeat is not None and self._repeat.wanted.without_drafter
+        if is_resting and any(comparison.num_accepted > comparison.num_before for comparison in found):
             self._end_repeat()  # more may soon be compared
         for comparison in found:
             self.policy.compared(request, comparison)
@@ -283,6 +288,24 @@ class Drafting:
             if num_drafts > most:
                 request.num_drafts = most
                 self._runner.keep_drafts(request.slot, most)
+
+    def _tell_lookups(self, flight: InFlightStep) -> None:
+        """Report how often lookups had drafts, and their last proposals, where all of them are verified, of a few
+        requests in turn."""
+        for request in flight.requests:
+            if request.num_asked:
+                self.policy.looked_up(request, request.num_asked, request.num_given)
+                request.num_asked = request.num_given = 0
+        if flight.shadowing is not None:
+            return
+        num_requests = len(flight.requests)
+        for number in range(self._first_followed, self._first_followed + min(num_requests, MOST_FOLLOWED)):
+            request = flight.requests[number % num_requests]
+            num_asked = min(flight.scheduled[number % num_requests].num_drafts, request.room)
+            if num_asked > 0 and request.finish_reason is None:
+                self.policy.proposed(request, num_asked, request.num_drafts, is_model=False)
+                request.is_followed = request.num_drafts > 0
+        self._first_followed = (self._first_followed + MOST_FOLLOWED) % num_requests
 
     def is_lookups(self, drafter: int) -> bool:
         """Whether drafts of the drafter with this index are a lookup's."""
@@ -326,6 +349,8 @@ class Drafting:
         every = policy.plain_every if is_plain else policy.report_every
         if num_steps % every and not flight.has_prompts:
             return
+        if self.compares and not is_plain and num_steps % FOLLOWED_EVERY == 0:
+            self._tell_lookups(flight)
         if not is_told:
             return
         if flight.has_prompts:

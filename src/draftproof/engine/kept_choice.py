@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from draftproof.engine.draft_choice import DraftChoice
 from draftproof.engine.interface import RowPrice
@@ -42,19 +42,24 @@ class Kept:
     may_wait: bool
     num_made: int  # requests that it was made for, others included
     fewest: float  # requests with which it is still kept
+    share: float  # how often there are drafts, as was known when it was made
+    report_every: int = 1  # steps with drafts
     is_dear: bool = False  # making one takes more than its share of the time
     saved: float = 0.0  # savings when it was made, or went on
-    is_probe: bool = False  # see `probes.py`
-    longer_by_size: dict[tuple[int, int, int], float] = field(
-        default_factory=dict
-    )  # see `AutoPolicy._longer`
+    interrupted: Kept | None = None  # for a probe, see `probes.py`: the choice that goes on after it
     price: RowPrice | None = None  # see `Policy.price`, once it was asked for
     num_steps: int = 0
     num_before: int = 0  # steps that it was used for before it was passed on to its requests
+    num_probed: int = 0  # the same, before it was last interrupted
+    longest: float = 1.0  # plain steps that a step with all its drafts took, as was believed then
     num_told: int = 0  # steps reported by `finished`
     is_over: bool = False
     own: OwnNumber | None = None  # see there for when there is one
     _num_more: int = 0  # steps for which it is kept beyond the first `ROUNDS_KEPT * longer`
+
+    @property
+    def is_probe(self) -> bool:
+        return self.interrupted is not None
 
     @property
     def worst(self) -> float:
@@ -73,19 +78,39 @@ class Kept:
 
     def pass_on(self, asked: list[Progress]) -> None:
         """Be kept for these requests, as long as for the first, instead of ones that have ended."""
-        self.asked, self.price = asked, None
+        self.asked = asked
         if self.own is not None:
             self.own.restart()
             self.num_drafts = list(self.choice.num_drafts.values())
-        self.longer_by_size.clear()
         self.num_told = 0
         self.num_before = self._num_more = self.num_steps
+
+    def probe(self, longest: float) -> Kept:
+        """What is kept instead for a few steps, without drafts. `longest`: see there."""
+        self.num_probed, self.longest = self.num_steps, longest
+        return replace(
+            self,
+            num_drafts=[0] * len(self.asked),
+            longer=1,
+            may_wait=False,
+            report_every=1,
+            own=None,
+            interrupted=self,
+            num_steps=0,
+            _num_more=0,
+            num_before=0,
+            num_told=0,
+            is_over=False,
+        )
+
+    def hurry(self) -> None:
+        """Be over after `ROUNDS_KEPT` more steps at most."""
+        self._num_more -= max(0, self.num_left - ROUNDS_KEPT)
 
     def go_on(self, savings: float) -> None:
         """Be kept for as long again, if `savings` are what is saved now."""
         self.saved = savings
         self._num_more += ROUNDS_KEPT * self.longer
-        self.longer_by_size.clear()
         self.is_over = False
 
     def is_for(self, asked: list[Progress], num_others: int) -> bool:
@@ -109,6 +134,11 @@ class Kept:
     def is_long(self) -> bool:
         """Whether it is kept for so long that fewer reports do."""
         return self.longer >= RESTING_EVERY // PLAIN_EVERY
+
+    @property
+    def num_unprobed(self) -> int:
+        """Steps that it was used for since it was interrupted."""
+        return self.num_steps - self.num_probed
 
     @property
     def num_left(self) -> int:
@@ -139,8 +169,10 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class ReadyChoice:
-    """A choice for `num_requests` new requests, made when `num_taken` reports and steps had been taken in."""
+    """A choice for `num_requests` new requests, made when `num_taken` reports and steps had been taken in and `share`
+    was known, as in `Kept`."""
 
     num_requests: int
     choice: DraftChoice
     num_taken: int
+    share: float = 1.0

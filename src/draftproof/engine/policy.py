@@ -78,11 +78,17 @@ class Policy(Protocol):
 
     def proposed(self, request: Progress, num_asked: int, num_drafts: int, *, is_model: bool) -> None:
         """A drafter was asked for `num_asked` drafts for this request, and proposed `num_drafts`. `is_model`: not a
-        lookup."""
+        lookup. If a policy compares it is told of some of its lookups' proposals, and of `looked_up` for all."""
         ...
 
-    def verified(self, request: Progress, num_drafted: int, num_accepted: int) -> None:
-        """A request's drafts were verified. Not called for those that are compared with the output."""
+    def looked_up(self, request: Progress, num_asked: int, num_given: int) -> None:
+        """Lookups were asked for drafts for this request in `num_asked` steps more, and had some in `num_given` of
+        them. Called only if the policy compares."""
+        ...
+
+    def verified(self, request: Progress, num_drafted: int, num_accepted: int, *, is_model: bool) -> None:
+        """A request's drafts were verified. If the policy compares: lookups' only if it was told of the proposal, and
+        they are not compared."""
         ...
 
     def compared(self, request: Progress, found: Comparison) -> None:
@@ -132,7 +138,10 @@ class FixedPolicy:
     def proposed(self, request: Progress, num_asked: int, num_drafts: int, *, is_model: bool) -> None:
         pass
 
-    def verified(self, request: Progress, num_drafted: int, num_accepted: int) -> None:
+    def looked_up(self, request: Progress, num_asked: int, num_given: int) -> None:
+        pass
+
+    def verified(self, request: Progress, num_drafted: int, num_accepted: int, *, is_model: bool) -> None:
         pass
 
     def compared(self, request: Progress, found: Comparison) -> None:

@@ -92,6 +92,12 @@ class Progress:
         default_factory=lambda: (AcceptanceRecord(), AcceptanceRecord())
     )
     shadows: list[Shadow] = field(default_factory=list)  # drafts that are compared with the output
+    # since the policy was told: steps in which lookups were asked for drafts, and in which they had some
+    num_asked: int = 0
+    num_given: int = 0
+    is_followed: bool = (
+        False  # the policy is told what becomes of its lookup's drafts, though it compares others
+    )
     finish_reason: FinishReason | None = None
 
     def resume(self, resumed: Resumed) -> None:

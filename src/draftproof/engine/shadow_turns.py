@@ -11,7 +11,7 @@ from draftproof.engine.kept_choice import PLAIN_EVERY
 # Share of the time that making drafts may take while none are verified. It takes more than the drafter's time: what
 # runs in few steps is in no cache. Example: 0.14 ms with an n-gram of `tiny`, whose steps take 0.3, and 0.02 where each
 # step makes drafts.
-SHADOW_SHARE = 0.0125
+SHADOW_SHARE = 0.01
 # Steps between two that make drafts for all, at least: never in step with the reported plain ones, or these would all
 # have shadow drafts.
 LEAST_APART = PLAIN_EVERY + 1
@@ -21,7 +21,7 @@ NUM_SOON = 4
 MOST_SHADOWS = 8  # requests of a step whose drafts are compared
 # Drafts of the same requests are later compared in one of so many steps. Prime to `OBSERVED_EVERY`: else all reported
 # steps could have such drafts, or none.
-SHADOWS_EVERY = 13
+SHADOWS_EVERY = 53
 RATE = 0.1  # weight of a new step in the average of what making drafts takes
 MOST_LONGER = 1.0  # a step without drafts to verify counts as longer by at most so many plain steps
 
