@@ -269,7 +269,8 @@ class Turn:
         for request, number, shadows in zip(asked, chosen, compared, strict=True):
             if request.progress.room > 0:
                 self._draft(request, number, shadows, price if most else RowPrice())
-        if is_told and self._compares and not is_plain and self._num_steps % FOLLOWED_EVERY == 1:
+        is_due = any(compared) or (not is_plain and self._num_steps % FOLLOWED_EVERY == 1)
+        if is_told and self._compares and is_due:
             self._tell_lookups(is_compared=any(compared))
 
     def _verify(self, most: int, *, is_shadow: bool, is_plain: bool) -> bool:

@@ -318,13 +318,11 @@ class Acceptance:
         elif num_accepted:
             self.followed.count(num_accepted - 1, min(num_accepted, found.num_asked - 1), found.num_before)
 
-    def fade(self, num_steps: float = 1.0, *, is_compared: bool = False) -> None:
-        """Reduce the weight of the past by so many steps without drafts. `is_compared`: now and then some are made in
-        these, so whether there are any is still counted."""
+    def fade(self, num_steps: float = 1.0) -> None:
+        """Reduce the weight of the past by so many steps without drafts."""
         left = POOL_FADING**num_steps
         self.accepted.forget(left)
-        if not is_compared:
-            self.some.forget(left)
+        self.some.forget(left)
         self.given.forget(left)
         self.followed.forget(left)
         self._survivals.clear()

@@ -59,7 +59,7 @@ MOST_TAKEN_PLAIN = 64  # the same if it has no drafts, with those that wait: the
 # for at most as many as it was made by: the first choices are soon made again.
 MOST_NEW = 192
 # A choice without drafts is made again once there would be drafts so much more often.
-MORE_OFTEN = 1.25
+MORE_OFTEN = 2.0
 # Least gain for which a drafter is shown a prompt, over what that takes: if the savings allow it or acceptance is well
 # known, and at the start. The price is paid for sure, and what is expected of a request may not come.
 WORTH_SHOWING, SURELY_WORTH = 1.25, 3.0
@@ -500,9 +500,10 @@ class AutoPolicy:
             num_requests = len(kept.asked) + kept.num_others if kept is not None else 1
             self._shadow_turns.hit(num_more / num_requests)
         self._report(self.acceptance.count_compared, request.records[self.number], found)
-        if num_more and kept is not None and not kept.choice.num_drafts:
+        is_first = num_more > 0 and not found.num_before
+        if is_first and kept is not None and not (kept.choice.num_drafts or kept.is_over):
             self._settle()
-            kept.is_over = kept.is_over or self.acceptance.share > MORE_OFTEN * kept.share
+            kept.is_over = self.acceptance.share > MORE_OFTEN * kept.share
 
     def prompted(self, num_rows: int, draft_seconds: float, num_asked: int = 0, num_drafts: int = 0) -> None:
         of_rows = draft_seconds - self.costs.draft.at(num_asked, num_drafts)
@@ -569,8 +570,7 @@ class AutoPolicy:
     def _fade(self, num_steps: float) -> None:
         """Let what is known of acceptance fade by steps without drafts: by fewer if drafts are seldom compared, since
         what those tell is to last."""
-        is_compared = self.is_lookup and self.compares
-        self.acceptance.fade(num_steps * self._shadow_turns.frequency, is_compared=is_compared)
+        self.acceptance.fade(num_steps * self._shadow_turns.frequency)
 
     def _save(self, gained: float) -> None:
         """Count so many plain steps as gained, or lost."""

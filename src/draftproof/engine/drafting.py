@@ -16,8 +16,8 @@ from draftproof.engine.scheduler import PlannedRows, Scheduler
 from draftproof.engine.shadows import Shadow, Shadowing, compare_all
 
 COMPARED_EVERY = 4  # steps between comparisons of drafts with the output
-# Steps between reports of how often lookups had drafts, at least, and the requests whose drafts are then followed until
-# they are verified: each takes some microseconds.
+# Steps between reports of how often lookups had drafts, where none are compared, and the requests whose drafts are then
+# followed until they are verified: each takes some microseconds.
 FOLLOWED_EVERY, MOST_FOLLOWED = 8, 2
 # Steps after one with prompts, on a CPU, that say nothing of how long such steps take: a prompt's products slow the
 # processor for a while (a Xeon with AMX by 1.6 at first, by 1.1 after four steps).
@@ -349,7 +349,9 @@ class Drafting:
         every = policy.plain_every if is_plain else policy.report_every
         if num_steps % every and not flight.has_prompts:
             return
-        if self.compares and not is_plain and num_steps % FOLLOWED_EVERY == 0:
+        if self.compares and (
+            flight.shadowing is not None or (num_steps % FOLLOWED_EVERY == 0 and not is_plain)
+        ):
             self._tell_lookups(flight)
         if not is_told:
             return
