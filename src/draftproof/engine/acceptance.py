@@ -330,8 +330,9 @@ class Acceptance:
     def count_full(self, num_proposals: Mapping[int, int]) -> None:
         """Count proposals before, which had all drafts that were asked for: how many, by that number of drafts."""
         for num_asked, number in num_proposals.items():
-            for _ in range(min(number, MOST_FULL)):
-                self.some.count(1, 1)
+            number = min(number, MOST_FULL)
+            self.some.add(number, number)
+            for _ in range(number):
                 self.given.count(num_asked, num_asked)
 
     def count_given(self, record: AcceptanceRecord, num_asked: int, num_given: int) -> None:

@@ -262,14 +262,13 @@ class EngineCore:
             if request.shadows:
                 is_last = delta.finish_reason is not None
                 self.drafting.compare(request, self.stats.num_steps, is_last=is_last)
-            is_divided = self.runner.is_divided
+            is_lookups = self.drafting.is_lookups
+            only_lookups = not self.runner.is_divided
             if scheduled.num_drafts:
                 request.num_asked += 1
-                is_given = result.num_proposed and (
-                    not is_divided or self.drafting.is_lookups(result.drafter)
-                )
-                request.num_given += bool(is_given)
-            if not is_divided or self.drafting.is_lookups(delta.drafter):
+                if result.num_proposed and (only_lookups or is_lookups(result.drafter)):
+                    request.num_given += 1
+            if only_lookups or is_lookups(delta.drafter):
                 if request.is_followed and num_observed and not request.forced:
                     self.policy.verified(request, num_observed, delta.num_accepted, is_model=False)
                 request.is_followed = False

@@ -95,9 +95,7 @@ class Progress:
     # since the policy was told: steps in which lookups were asked for drafts, and in which they had some
     num_asked: int = 0
     num_given: int = 0
-    is_followed: bool = (
-        False  # the policy is told what becomes of its lookup's drafts, though it compares others
-    )
+    is_followed: bool = False  # the policy is to hear what verifying its lookup's last drafts has shown
     finish_reason: FinishReason | None = None
 
     def resume(self, resumed: Resumed) -> None:
