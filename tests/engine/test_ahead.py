@@ -14,6 +14,7 @@ from draftproof.bench.compare import compare
 from draftproof.drafters.base import DraftRuntime, KnownTokens
 from draftproof.engine.runner import ModelRunner
 from draftproof.engine.shapes import BatchShape, mixed_sizes
+from draftproof.runtime.graphs import never
 from draftproof.runtime.transfer import IntegerRows
 from tests.conformance.cases import CASES, EAGLE3, MTP, Case, mixture
 from tests.helpers import one_by_one
@@ -39,6 +40,7 @@ class Replayed:
     calls_once = False
     num_warming = 0
     num_bytes = 0
+    latest = 0
 
     def __init__(self) -> None:
         self.entries: dict[Any, tuple[Callable[..., Any], tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
@@ -54,7 +56,12 @@ class Replayed:
         return 1 + list(self.entries).index(key) if key in self.entries else 0
 
     def run(
-        self, key: Any, function: Callable[..., Any], inputs: tuple[Tensor, ...], *, at_once: bool = False
+        self,
+        key: Any,
+        function: Callable[..., Any],
+        inputs: tuple[Tensor, ...],
+        *,
+        at_once: Callable[[], bool] = never,
     ) -> tuple[Tensor, ...]:
         if self._inside:
             return function(*inputs)  # type: ignore[no-any-return]
@@ -66,6 +73,7 @@ class Replayed:
         for held, new in zip(outputs, self._call(captured, static), strict=True):
             _tensor(held).copy_(_tensor(new))
         self.num_replays += 1
+        self.latest = self.holds(key)
         return outputs
 
     def _call(self, function: Callable[..., Any], inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from draftproof.kernels.ops import Ops, select
 from draftproof.runtime import graphs, native
-from draftproof.runtime.graphs import OFTEN, Recorded
+from draftproof.runtime.graphs import OFTEN, Recorded, always
 
 
 def rows(seed: int, count: int = 3) -> Tensor:
@@ -48,6 +48,7 @@ def often(recorded: Recorded, ops: Ops, count: int, times: int = OFTEN) -> None:
     for _ in range(times):
         (out,) = recorded.run(("rows", count), lambda x_TH: (ops.silu_mul(x_TH),), (given,))
         assert torch.equal(out, ops.silu_mul(given))
+        assert recorded.latest == recorded.holds(("rows", count))
 
 
 def test_the_least_recently_used_program_gives_way_and_may_come_again(
@@ -66,6 +67,8 @@ def test_the_least_recently_used_program_gives_way_and_may_come_again(
     often(recorded, ops, 2, times=1)
     assert recorded.recorded_keys() == [("rows", 3), ("rows", 2)]
     assert recorded.holds(("rows", 2)) not in (0, number), "what was recorded over the first one is stale"
+    recorded.run(("others",), lambda x_TH: x_TH + 1, (rows(0),))
+    assert recorded.latest == 0, "the run before is not the last one"
 
 
 def test_memory_is_counted_and_bounded(library: native.Library, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +208,7 @@ def test_what_is_prepared_or_asked_for_at_once_is_recorded_at_once(library: nati
 
     recorded.run(("key",), function, (rows(0),))
     assert not recorded.holds(("key",)) and recorded.num_warming == 1
-    recorded.run(("key",), function, (rows(0),), at_once=True)
+    recorded.run(("key",), function, (rows(0),), at_once=always)
     number = recorded.holds(("key",))
     assert number and recorded.num_warming == 1, "it took no longer than such runs will"
     assert recorded.prepare(("key",), function, (rows(0),)) and recorded.holds(("key",)) == number
@@ -217,7 +220,7 @@ def test_what_is_prepared_or_asked_for_at_once_is_recorded_at_once(library: nati
 
     assert not recorded.prepare(("other",), other, (rows(0),))
     for _ in range(2 * OFTEN):
-        recorded.run(("once",), other, (rows(0),), at_once=True)
+        recorded.run(("once",), other, (rows(0),), at_once=always)
     assert tried == [True, True] + [False] * (2 * OFTEN - 1), "what failed is not tried again"
 
 

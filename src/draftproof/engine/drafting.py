@@ -344,7 +344,7 @@ class Drafting:
             self._run.count(flight.scheduled if is_told and not flight.has_prompts else None, before)
         policy, is_plain = self.policy, flight.is_plain
         if not (is_plain or flight.has_prompts):
-            self._num_tokens += sum(len(result.token_ids) for result in results)
+            self._num_tokens += sum([len(result.token_ids) for result in results])
             self._num_requests += len(results)
         every = policy.plain_every if is_plain else policy.report_every
         if num_steps % every and not flight.has_prompts:

@@ -28,7 +28,7 @@ class InFlightStep:
     @property
     def is_plain(self) -> bool:
         """Whether it verifies no drafts and makes none, though a drafter may see it."""
-        return self.without_drafter or all(s.num_drafts == 0 and s.num_sampled <= 1 for s in self.scheduled)
+        return self.without_drafter or all(map(_is_plain, self.scheduled))
 
     @property
     def is_shadow(self) -> bool:
@@ -70,3 +70,8 @@ class InFlightStep:
             is_typical,
             each_tokens,
         )
+
+
+def _is_plain(scheduled: ScheduledRequest) -> bool:
+    """Whether this request's drafts are neither verified nor made."""
+    return scheduled.num_drafts == 0 and scheduled.num_sampled <= 1

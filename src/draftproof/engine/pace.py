@@ -56,12 +56,19 @@ class Pace:
         return Pace([self.means[0]], [[self.covariances[0][0] + UNKNOWN_KIND**2]], self.noise)
 
     def observe(
-        self, kind: int, found: float, doublings: float = 0.0, *, is_alternative: bool = True
+        self,
+        kind: int,
+        found: float,
+        doublings: float = 0.0,
+        *,
+        is_alternative: bool = True,
+        unknown: float = UNKNOWN_KIND,
     ) -> None:
         """A step of this kind took exp(`found`) times as long as the profile says. `is_alternative`: kinds that are not
         met may not be met because of their corrections, so these decay. Else they are kept: a kind that comes by
-        chance, now and then, would seem slow each time, and with it the machine."""
-        weights = self._weights(kind, doublings)
+        chance, now and then, would seem slow each time, and with it the machine. `unknown`: standard deviation of the
+        prior of the kind's correction."""
+        weights = self._weights(kind, doublings, unknown)
         self.covariances[0][0] += DRIFT**2
         if is_alternative:
             self._wait(weights)
@@ -78,9 +85,9 @@ class Pace:
         unexplained = max(LEAST_NOISE**2, surprise**2 - explained)
         self.noise += NOISE_RATE * (unexplained - self.noise)
 
-    def _weights(self, kind: int, doublings: float) -> list[float]:
+    def _weights(self, kind: int, doublings: float, unknown: float) -> list[float]:
         """How much of each number of the state is in the logarithm of a step's time."""
-        correction = self._place(kind, UNKNOWN_KIND) if kind else 0
+        correction = self._place(kind, unknown) if kind else 0
         growth = self._place(GROWTH, UNKNOWN_GROWTH) if doublings else 0
         weights = [0.0] * len(self.means)
         weights[growth] = doublings

@@ -34,9 +34,9 @@ from draftproof.engine.shapes import BatchShape, Shapes
 from draftproof.engine.state import State
 from draftproof.kernels.ops import Ops
 from draftproof.models.decoder import Decoder
-from draftproof.runtime.graphs import EAGER, Graphs, Key
+from draftproof.runtime.graphs import EAGER, Graphs, Key, always
 from draftproof.runtime.threads import as_certified
-from draftproof.runtime.transfer import IntegerRows
+from draftproof.runtime.transfer import IntegerRows, Numbers
 from draftproof.sampling.params import SamplingTable
 from draftproof.sampling.verifier import Verifier, VerifyResult
 
@@ -106,7 +106,7 @@ class ModelRunner:
     lookups: frozenset[int] = frozenset()  # drafters that run no model, by their indices
     is_divided: bool = False  # some drafters run no model and others do
     async_depth: int = 0  # passes that may be in flight when a step ends
-    price: Tensor | None = None  # `StepInput.price`, in memory that a drafter reads
+    price: Numbers | None = None  # `StepInput.price`, in memory that a drafter reads
     num_threads: int = 1  # thread count of the certificates, which torch is set to for each pass
     captured: set[BatchShape] = field(default_factory=set)  # shapes of whole steps that are CUDA graphs
 
@@ -188,7 +188,7 @@ class ModelRunner:
         if items is not None:  # not a function of the slots' memory alone, so it cannot be a graph
             step = replace(step, all_decode=False)
         if self.price is not None and not step.without_drafter:
-            self.price.numpy()[:] = step.price  # a tenth of the time that a new tensor takes
+            self.price.items[:] = step.price
         drafter = self.drafter
         if drafter is not None and self.is_divided:
             slots = [s.slot for s in step.scheduled]
@@ -264,17 +264,19 @@ class ModelRunner:
         start = time.perf_counter()
         if drafter is None or not shape.with_drafter:
             function = partial(self._plain, given)
-            closed = graphs.run(("step", shape), function, (), at_once=self._is_known(shape))
+            closed = graphs.run(("step", shape), function, (), at_once=partial(self._is_known, shape))
             launched.target_seconds = time.perf_counter() - start
             return closed
         checked = self.checked(given, graphs)
+        number = graphs.latest
         middle = time.perf_counter()
         draft = partial(self._draft, drafter, checked, shape.num_drafts)
         asked = (drafter,) if isinstance(drafter, DrafterSandbox) else self.sandboxes
         is_watched = any(sandbox.must_watch for sandbox in asked)
-        number = 0 if is_watched or not self.on_device else graphs.holds(_verify_key(shape))
+        if is_watched or not self.on_device:
+            number = 0
         key = "draft", shape, number, drafter is self.drafter
-        closed, faults = (graphs if number else EAGER).run(key, draft, (), at_once=True)
+        closed, faults = (graphs if number else EAGER).run(key, draft, (), at_once=always)
         if faults:
             launched.fail(faults)
         launched.target_seconds, launched.draft_seconds = middle - start, time.perf_counter() - middle
@@ -283,7 +285,8 @@ class ModelRunner:
     def checked(self, given: Pass, graphs: Graphs) -> VerifiedPass:
         """`verify_rows` through `graphs`, as the part of a step before the draft pass."""
         function = partial(self.verify_rows, given)
-        return graphs.run(_verify_key(given.shape), function, (), at_once=self._is_known(given.shape))
+        at_once = partial(self._is_known, given.shape)
+        return graphs.run(_verify_key(given.shape), function, (), at_once=at_once)
 
     def _is_known(self, shape: BatchShape) -> bool:
         """Whether the target's pass of this shape is recorded; it takes most of the step's time."""

@@ -17,7 +17,7 @@ from draftproof.drafters.base import Draw, Proposal, Verified
 from draftproof.engine.interface import ScheduledRequest, TableEntry
 from draftproof.engine.shapes import BatchShape
 from draftproof.kernels.step.spec import PassRows, SlotState, StepOps
-from draftproof.runtime.transfer import Integers, upload
+from draftproof.runtime.transfer import Numbers, upload
 from draftproof.sampling.verifier import VerifyResult, VerifyRows
 
 Drawer = Callable[[Tensor, Tensor], Draw]  # (slots_R, lengths_R) -> the round's sampling noise
@@ -63,10 +63,10 @@ class State:
         self.block_table_SB = self.block_tables_GSB[0]
         self._ops = ops
         # On a CPU steps are written to fixed buffers, one for each number of requests, so that they can be replayed.
-        self._tables = Integers(self.block_tables_GSB) if device.type == "cpu" else None
-        self._tokens = Integers(self.slots.tokens_SL) if device.type == "cpu" else None
-        self._draft_counts = Integers(self.slots.draft_count_S) if device.type == "cpu" else None
-        self._steps: dict[int, Integers] = {}
+        self._tables = Numbers(self.block_tables_GSB) if device.type == "cpu" else None
+        self._tokens = Numbers(self.slots.tokens_SL) if device.type == "cpu" else None
+        self._draft_counts = Numbers(self.slots.draft_count_S) if device.type == "cpu" else None
+        self._steps: dict[int, Numbers] = {}
 
     def admit(self, slot: int, tokens: Seq[int], num_computed: int, limit: int) -> None:
         """Put a request into a slot: `tokens` are known, the first `num_computed` of them in the cache."""
@@ -133,7 +133,7 @@ class State:
     def _write(self, flat: list[int], num_requests: int) -> Tensor:
         step = self._steps.get(num_requests)
         if step is None:
-            step = self._steps[num_requests] = Integers(torch.zeros((4, num_requests), dtype=torch.int64))
+            step = self._steps[num_requests] = Numbers(torch.zeros((4, num_requests), dtype=torch.int64))
         step.items[:] = flat
         return step.tensor
 

@@ -44,14 +44,27 @@ _HARMLESS = {
 _HARMLESS |= {"_unsafe_view", "unsqueeze", "squeeze", "t", "unbind", "as_strided", "expand", "empty_strided"}
 
 
+def never() -> bool:
+    return False
+
+
+def always() -> bool:
+    return True
+
+
 class Graphs(Protocol):
     """The service that repeats functions. Functions may themselves call `run`.
 
     `calls_once`: functions may modify memory that they read. If False, only prepared functions may, since the first run
     of any other may call it twice.
+
+    `latest`: the unique number of the recording that the last run has made or replayed, if every run of it returns the
+    same object with its tensors overwritten; 0 if none. Recordings that use these tensors must have this number in
+    their key: once this recording is evicted, the tensors are no longer valid.
     """
 
     calls_once: bool
+    latest: int
 
     @property
     def num_warming(self) -> int:
@@ -68,33 +81,35 @@ class Graphs(Protocol):
         ...
 
     def run(
-        self, key: Key, function: Callable[..., T], inputs: tuple[Tensor, ...], *, at_once: bool = False
+        self,
+        key: Key,
+        function: Callable[..., T],
+        inputs: tuple[Tensor, ...],
+        *,
+        at_once: Callable[[], bool] = never,
     ) -> T:
         """The result of `function(*inputs)`, replayed if recorded.
 
-        at_once: recording takes hardly longer than running, because the function's parts are recorded already. Then the
-        first run is recorded, where `calls_once`.
+        at_once: asked if it is not recorded: whether recording takes hardly longer than running, because the function's
+        parts are recorded already. Then the first run is recorded, where `calls_once`.
         """
         ...
 
     def holds(self, key: Key) -> int:
-        """The unique number of `key`'s recording, if every run of it returns the same object with its tensors
-        overwritten; 0 if not recorded.
-
-        Recordings that use these tensors must have this number in their key: once this recording is evicted, the
-        tensors are no longer valid.
-        """
+        """The number of `key`'s recording, as in `latest`; 0 if not recorded."""
         ...
 
 
 class _Kept(Protocol):
-    """An entry of the table. `sizes`: bytes of the memory that it keeps, by address; entries may share memory."""
+    """An entry of the table. `sizes`: bytes of the memory that it keeps, by address; entries may share memory. `used`:
+    when it last was, by the table's count."""
 
     sizes: Mapping[int, int]
+    used: int
 
 
 class _Table(Generic[E]):
-    """Recordings, least recently used first, and run counts of functions not recorded.
+    """Recordings, and run counts of functions not recorded.
 
     Beyond `MOST_PROGRAMS` entries or `MOST_BYTES` the least recently used entry is evicted. Pinned entries are never
     evicted and not counted.
@@ -104,18 +119,25 @@ class _Table(Generic[E]):
         self.num_bytes = 0
         self.num_warming = 0
         self._num_keepers = Counter[int]()  # number of entries that keep a piece of memory
-        self._entries: OrderedDict[Key, E] = OrderedDict()
+        self._entries: dict[Key, E] = {}
+        self._num_gets = 0
         self._pinned: dict[Key, E] = {}
         self._num_met: OrderedDict[Key, int] = OrderedDict()
 
     def recorded_keys(self) -> list[Key]:
-        return [*self._pinned, *self._entries]
+        return [*self._pinned, *sorted(self._entries, key=lambda key: self._entries[key].used)]
 
     def get(self, key: Key) -> E | None:
-        if key in self._entries:
-            self._entries.move_to_end(key)
-            return self._entries[key]
-        return self._pinned.get(key)
+        """The entry of this key, if there is one. Hashes the key once: after a pass even that takes microseconds."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return self._pinned.get(key)
+        self._use(entry)
+        return entry
+
+    def _use(self, entry: E) -> None:
+        self._num_gets += 1
+        entry.used = self._num_gets
 
     def pin(self, key: Key, entry: E) -> None:
         self._pinned[key] = entry
@@ -123,6 +145,7 @@ class _Table(Generic[E]):
     def put(self, key: Key, entry: E) -> None:
         """Add an entry, which must itself be no larger than `MOST_BYTES`."""
         self._entries[key] = entry
+        self._use(entry)
         for address, size in entry.sizes.items():
             self.num_bytes += size if not self._num_keepers[address] else 0
             self._num_keepers[address] += 1
@@ -131,7 +154,7 @@ class _Table(Generic[E]):
 
     def _let_go(self) -> None:
         """Evict the least recently used entry; memory that no other entry keeps is freed."""
-        _, gone = self._entries.popitem(last=False)
+        gone = self._entries.pop(min(self._entries, key=lambda key: self._entries[key].used))
         self._num_keepers.subtract(gone.sizes.keys())
         for address, size in gone.sizes.items():
             if not self._num_keepers[address]:
@@ -158,6 +181,7 @@ class Eager:
     """The service that records nothing and always calls the function."""
 
     calls_once = True
+    latest = 0
     num_warming = 0
     num_bytes = 0
 
@@ -165,7 +189,12 @@ class Eager:
         return False
 
     def run(
-        self, key: Key, function: Callable[..., T], inputs: tuple[Tensor, ...], *, at_once: bool = False
+        self,
+        key: Key,
+        function: Callable[..., T],
+        inputs: tuple[Tensor, ...],
+        *,
+        at_once: Callable[[], bool] = never,
     ) -> T:
         return function(*inputs)
 
@@ -183,6 +212,7 @@ class _Entry:
     program: Program
     sizes: Mapping[int, int]
     number: int
+    used: int = 0
 
 
 class Recorded:
@@ -196,6 +226,7 @@ class Recorded:
     calls_once = True
 
     def __init__(self, library: Library) -> None:
+        self.latest = 0
         self._library = library
         self._table: _Table[_Entry] = _Table()
         self._numbers = itertools.count(1)
@@ -211,18 +242,26 @@ class Recorded:
         return self._table.get(key) is not None
 
     def run(
-        self, key: Key, function: Callable[..., T], inputs: tuple[Tensor, ...], *, at_once: bool = False
+        self,
+        key: Key,
+        function: Callable[..., T],
+        inputs: tuple[Tensor, ...],
+        *,
+        at_once: Callable[[], bool] = never,
     ) -> T:
         key = (*key, torch.get_num_threads())
         entry, recorder = self._table.get(key), self._library.recorder
         if recorder is not None:
             return self._run_part(recorder, key, function, inputs)
         if entry is None:
-            is_due = self._table.is_due(key, 1 if at_once else OFTEN)
-            return self._record(key, function, inputs) if is_due else function(*inputs)
+            is_due = self._table.is_due(key, 1 if at_once() else OFTEN)
+            found = self._record(key, function, inputs) if is_due else function(*inputs)
+            self.latest = self.holds(key[:-1])
+            return found
         for static, given in zip(entry.inputs, inputs, strict=True):
             static.copy_(given)
         entry.program()
+        self.latest = entry.number
         return cast(T, entry.outputs)
 
     def recorded_keys(self) -> list[Key]:
@@ -306,6 +345,7 @@ class _Capture:
     outputs: Any
     sizes: Mapping[int, int]
     number: int
+    used: int = 0
 
 
 class Captured:
@@ -318,6 +358,7 @@ class Captured:
     calls_once = False
 
     def __init__(self) -> None:
+        self.latest = 0
         self._table: _Table[_Capture] = _Table()
         self._numbers = itertools.count(1)
         self._is_capturing = False
@@ -337,14 +378,21 @@ class Captured:
         return True
 
     def run(
-        self, key: Key, function: Callable[..., T], inputs: tuple[Tensor, ...], *, at_once: bool = False
+        self,
+        key: Key,
+        function: Callable[..., T],
+        inputs: tuple[Tensor, ...],
+        *,
+        at_once: Callable[[], bool] = never,
     ) -> T:
         if self._is_capturing:
             return function(*inputs)
         entry = self._table.get(key)
         if entry is None:
             if not self._table.is_due(key):
-                return function(*inputs)
+                found = function(*inputs)
+                self.latest = 0  # the function may have run others
+                return found
             entry = self._capture(key[0], function, inputs)
             if sum(entry.sizes.values()) <= MOST_BYTES:
                 torch.cuda.synchronize()  # an evicted graph may still be running
@@ -353,6 +401,7 @@ class Captured:
         for static, given in zip(entry.inputs, inputs, strict=True):
             static.copy_(given)
         entry.graph.replay()
+        self.latest = entry.number
         return cast(T, entry.outputs)
 
     def holds(self, key: Key) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -30,18 +30,23 @@ def device_seconds(run: Callable[[], object]) -> float:
     return start.elapsed_time(end) / 1e3
 
 
-class Integers:
-    """Direct access from Python to the int64 or int32 numbers of a CPU tensor, without torch.
+class Numbers:
+    """Direct access from Python to the int64, int32 or fp32 numbers of a CPU tensor, without torch.
 
     A torch call costs more than accessing many numbers, most of all after a pass, which evicts everything from the
-    caches.
+    caches. Example: two numbers set through numpy took 20 us, and 300 in one step of 53; here it is one.
     """
+
+    _KINDS: ClassVar[dict[torch.dtype, Any]] = {
+        torch.int64: ctypes.c_int64,
+        torch.int32: ctypes.c_int32,
+        torch.float32: ctypes.c_float,
+    }
 
     def __init__(self, tensor: Tensor) -> None:
         assert tensor.device.type == "cpu" and tensor.is_contiguous()
-        kind: Any = ctypes.c_int64 if tensor.dtype == torch.int64 else ctypes.c_int32
         self.tensor = tensor
-        self.items: Any = (kind * tensor.numel()).from_address(tensor.data_ptr())
+        self.items: Any = (self._KINDS[tensor.dtype] * tensor.numel()).from_address(tensor.data_ptr())
 
 
 @dataclass(slots=True)
@@ -74,7 +79,7 @@ class IntegerRows:
     def __init__(self, table_RX: Tensor) -> None:
         self.tensor = table_RX
         self._width = table_RX.shape[1]
-        self._on_host = Integers(table_RX) if table_RX.device.type == "cpu" else None
+        self._on_host = Numbers(table_RX) if table_RX.device.type == "cpu" else None
 
     def download(self) -> ArrivingRows:
         """A copy of its contents as of this point in the device's work."""

@@ -35,6 +35,7 @@ from draftproof.metrics import EngineStats
 from draftproof.models.decoder import Decoder
 from draftproof.runtime import environment, native
 from draftproof.runtime.room import free_bytes
+from draftproof.runtime.transfer import Numbers
 from draftproof.sampling.lossy import LossyVerifier
 from draftproof.sampling.params import SamplingTable
 from draftproof.sampling.sampler import Sampler
@@ -165,7 +166,7 @@ def _runner(
         lookups=frozenset(drafters.lookups),
         is_divided=0 < len(drafters.lookups) < drafters.num_own,
         async_depth=int(on_device and device.type == "cuda"),
-        price=memory_lent.price,
+        price=None if memory_lent.price is None else Numbers(memory_lent.price),
         num_threads=torch.get_num_threads(),
     )
 
