@@ -30,6 +30,9 @@ OWN_MEMORY = 0.95  # weight that a request's past keeps with each of its rounds
 MOST_WEIGHT = 1e6  # weight of a new round, relative to the first, at which weights are rescaled
 POOL_WEIGHT = 4.0  # weight of a prior, in trials
 MODEL_WEIGHT = 10.0  # see `acceptance_of`
+# The same of having drafts at all, which is certain at first. Of the hundred rounds that are remembered none may have
+# any, and with 4 that would seem 0.04, for which a lookup for one request of a small model seems to pay.
+SOME_WEIGHT = 1.0
 OWN_WEIGHT = 9.0
 # Weight that the past keeps with each `PLAIN_EVERY` steps without drafts for the pool, with each step for a request:
 # estimates return to the prior, so drafting is tried again.
@@ -221,7 +224,7 @@ class Acceptance:
     def __post_init__(self) -> None:
         self.decode_together(1)
         self.accepted = Chances(self.num_drafts, self.expected, prior_weight=self.prior_weight)
-        self.some = Chances(1, 1.0)
+        self.some = Chances(1, 1.0, prior_weight=SOME_WEIGHT)
         self.given = Chances(self.num_drafts, 1.0, num_alike=2)
         self.followed = Chances(self.num_drafts, 1.0)
 

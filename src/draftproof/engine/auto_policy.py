@@ -46,6 +46,9 @@ EARNED = 10.0  # savings from which drafts are believed to pay
 # longer. While a choice's reports may wait, only one in so many is reported, and stands for all of them.
 OBSERVED_EVERY = 8
 CHOOSING_SHARE = 0.005
+# While reports must not wait, so many steps of lookups are reported together: to take one in takes a tenth of a small
+# model's step, and steps in which a lookup has no drafts lose little.
+LOOKUPS_EVERY = 4
 # Where the drafter ends proposals itself, the number of drafts is but a limit, and a good one lasts longer.
 CHOOSING_SHARE_IF_CUT = 0.0025
 CONTEXT_STEP = 256  # tokens of each request within which steps count as equally long, relative to plain ones
@@ -58,7 +61,7 @@ MOST_TAKEN_PLAIN = 64  # the same if it has no drafts, with those that wait: the
 # The same for lookups, with those that wait: there it is the choice that was made for earlier requests. Either counts
 # for at most as many as it was made by: the first choices are soon made again.
 MOST_NEW = 192
-# A choice without drafts is made again once there would be drafts so much more often.
+# A choice without drafts is made again once some request would have drafts so much more often than all had.
 MORE_OFTEN = 2.0
 # Least gain for which a drafter is shown a prompt, over what that takes: if the savings allow it or acceptance is well
 # known, and at the start. The price is paid for sure, and what is expected of a request may not come.
@@ -94,7 +97,10 @@ class AutoPolicy:
     _ready: ReadyChoice | None = None
     _gives_less: bool = False  # at some time the drafter had fewer drafts than it was asked for
     _full: Counter[int] = field(default_factory=Counter)  # proposals before that, by number of drafts
-    _longer_by_size: dict[tuple[int, ...], float] = field(default_factory=dict)  # see `_longer`
+    # seconds of plain steps and of others, by requests and about their context, until the next choice is made
+    _steps_about: dict[tuple[int, int], tuple[float, Callable[[int, int], float]]] = field(
+        default_factory=dict
+    )
     _num_taken: int = 0  # reports and steps that were taken in
     _num_unobserved: int = 0  # steps since one has corrected the costs
     _was_asked: bool = False  # since a step was last reported
@@ -221,7 +227,7 @@ class AutoPolicy:
         self._settle()
         self._let_go()
         kept = self._choice_for(asked, num_others, before)
-        self._longer_by_size.clear()
+        self._steps_about.clear()
         self._choosing_seconds = time.perf_counter() - start
         if self.is_lookup:  # nobody asks in advance whether a lookup will draft
             if is_new:
@@ -352,6 +358,10 @@ class AutoPolicy:
         )
         if may_wait:
             kept.report_every = OBSERVED_EVERY * (2 if self.is_lookup and kept.is_long else 1)
+        elif (
+            self.is_lookup and choice.num_drafts
+        ):  # else only those whose drafts are compared, all of which tell something
+            kept.report_every = LOOKUPS_EVERY
         is_verified_whole = not (self.is_lookup or self._gives_less or self.costs.is_padded)
         if may_wait and num_made == 1 and is_verified_whole:
             most_lost = self._most_lost(choice, longer)
@@ -404,7 +414,11 @@ class AutoPolicy:
         num_requests, most = len(chosen) + num_others, self.levels[-1]
 
         def drafting(num_asked: int) -> float:
-            plain = self.costs.plain(num_requests, self._context(num_requests))
+            kept = self._kept
+            if kept is not None and kept.num_made == num_requests:
+                plain = kept.choice.plain_seconds
+            else:
+                plain = self.costs.plain(num_requests, self._context(num_requests))
             return self.costs.draft.at(num_asked, most) / plain
 
         return self._shadow_turns.next(chosen, most, drafting, is_known=self._is_known)
@@ -416,7 +430,8 @@ class AutoPolicy:
             return 0
         if not self.compares or not self.is_lookup:
             return kept.num_left
-        return min(kept.num_left, self._shadow_turns.num_until(kept.num_drafts, is_known=self._is_known))
+        num_until = self._shadow_turns.num_until(kept.num_drafts, self.levels[-1], is_known=self._is_known)
+        return min(kept.num_left, num_until)
 
     def repeated(self, num_steps: int) -> None:
         self._shadow_turns.skip(num_steps)
@@ -503,7 +518,8 @@ class AutoPolicy:
         is_first = num_more > 0 and not found.num_before
         if is_first and kept is not None and not (kept.choice.num_drafts or kept.is_over):
             self._settle()
-            kept.is_over = self.acceptance.share > MORE_OFTEN * kept.share
+            its_class = self.acceptance.class_of(request.records[self.number])
+            kept.is_over = its_class.share > MORE_OFTEN * kept.share
 
     def prompted(self, num_rows: int, draft_seconds: float, num_asked: int = 0, num_drafts: int = 0) -> None:
         of_rows = draft_seconds - self.costs.draft.at(num_asked, num_drafts)
@@ -577,15 +593,15 @@ class AutoPolicy:
         self.savings = min(MOST_SAVED, max(0.0, self.savings + gained))
 
     def _longer(self, step: StepOutcome) -> float:
-        """Plain steps that a step of about this size takes, cached until the next choice is made. By the cost
-        model, not this step's time: a disturbance would have slowed a plain step as well."""
-        size = step.num_requests, step.num_rows, step.num_drafts
-        about = (*size, step.context // (CONTEXT_STEP * step.num_requests))
-        found = self._longer_by_size.get(about)
-        if found is None:
+        """Plain steps that a step of this size takes. By the cost model, not this step's time: a disturbance would have
+        slowed a plain step as well."""
+        about = step.num_requests, step.context // (CONTEXT_STEP * step.num_requests)
+        known = self._steps_about.get(about)
+        if known is None:
             plain = self.costs.plain(step.num_requests, step.context)
-            found = self._longer_by_size[about] = self.costs.step(*size, step.context) / plain
-        return found
+            known = self._steps_about[about] = plain, self.costs.drafting(step.num_requests, step.context)
+        plain, drafting = known
+        return drafting(step.num_rows, step.num_drafts) / plain
 
     def _are_new(self, asked: Sequence[Progress], before: Kept | None) -> bool:
         """Whether nothing is known of any of these requests, nor waits among the reports."""

@@ -341,6 +341,12 @@ class StepCosts:
 
         return step
 
+    def drafting(self, num_requests: int, context: int) -> Callable[[int, int], float]:
+        """`step` as a function of rows and drafts, for steps that have some."""
+        if not self.is_padded:
+            return self.ragged(num_requests, context)
+        return lambda num_rows, num_drafts: self.step(num_requests, num_rows, num_drafts, context)
+
     def plain(self, num_requests: int, context: int = 0) -> float:
         return self.step(num_requests, num_requests, 0, context)
 

@@ -13,10 +13,10 @@ from draftproof.engine.draft_choice import DraftChoice
 # drafts pay. So now and then a few steps have no drafts: the more often the less is lost by them, which is this share
 # of the time at most. The first comes earlier where it tells for sure: a profile does not know the host's part of plain
 # steps. A drafter with a model still sees these, so as not to miss their rows, and takes the target's weights out of
-# the caches. So what they take besides is only a bound: it counts if it is clearly less than expected.
-PROBED_STEPS, PROBED_SHARE = 6, 0.005
-SECOND_SOONER = 2.0  # how much sooner the second comes than later ones: one tells little
-SEEN_SHARE = 0.002  # the share if a drafter with a model sees them
+# the caches. So what they take besides is only a bound: it counts if it is clearly less than expected. With a lookup,
+# steps that ask it and verify nothing tell nearly as much as probes.
+PROBED_STEPS, PROBED_SHARE = 6, 0.002
+SECOND_SOONER = 2.0  # how much sooner the second of a lookup comes than later ones: one tells little
 # The first of them do not count: after steps of many rows those of one are longer (`profile.SETTLING`). Suffix drafting
 # for one request of `small`: 1.31 ms for the target's pass, 1.06 where all steps are plain.
 NUM_SETTLING = 3
@@ -50,10 +50,11 @@ class Probes:
         # plain steps that each step loses, where one with drafts stands for so many
         num_plain = choice.speed * choice.seconds / num_requests
         lost = choice.speed * plain / num_requests - 1.0
-        share = PROBED_SHARE * (SECOND_SOONER if self._num_probes[about_as_many] == 1 else 1.0)
+        share = PROBED_SHARE
         if self.is_seen:
             lost += self.costs.draft.at(num_requests, self.costs.levels[1]) / plain
-            share = SEEN_SHARE
+        elif self._num_probes[about_as_many] == 1:
+            share *= SECOND_SOONER
         return num_drafted * num_plain >= PROBED_STEPS * lost / share
 
     def start(self, num_requests: int) -> None:

@@ -22,6 +22,7 @@ MOST_SHADOWS = 8  # requests of a step whose drafts are compared
 # Drafts of the same requests are later compared in one of so many steps. Prime to `OBSERVED_EVERY`: else all reported
 # steps could have such drafts, or none.
 SHADOWS_EVERY = 53
+NEVER = 1 << 30  # steps
 RATE = 0.1  # weight of a new step in the average of what making drafts takes
 MOST_LONGER = 1.0  # a step without drafts to verify counts as longer by at most so many plain steps
 
@@ -47,12 +48,12 @@ class ShadowTurns:
         """How often all have shadow drafts now, relative to the most often; at least `LEAST_FREQUENCY`."""
         return max(LEAST_FREQUENCY, LEAST_APART / self._apart)
 
-    def num_until(self, chosen: Sequence[int], *, is_known: bool) -> int:
+    def num_until(self, chosen: Sequence[int], most: int, *, is_known: bool) -> int:
         """Steps before the next one with shadow drafts; see `next`."""
-        due = [] if all(chosen) else [self._until_all]
-        if any(chosen):
-            due.append(self._until_some if is_known else 1)
-        return max(0, min(due) - 1)
+        due = NEVER if all(chosen) else self._until_all
+        if _compared(chosen, most, is_known=is_known):
+            due = min(due, self._until_some if is_known else 1)
+        return max(0, due - 1)
 
     def skip(self, num_steps: int) -> None:
         """Count steps without shadow drafts, of which nobody was asked: at most `num_until`."""
@@ -83,9 +84,11 @@ class ShadowTurns:
             self._until_all = self._apart = self._steps_apart(len(chosen), drafting)
             self._gained = 0.0
             its_turn = list(range(len(chosen)))
-        elif any(chosen) and (self._until_some <= 0 or not is_known):
+        elif self._until_some <= 0 or not is_known:
+            its_turn = _compared(chosen, most, is_known=is_known)
+            if not its_turn:
+                return ()
             self._until_some = SHADOWS_EVERY
-            its_turn = [number for number, drafts in enumerate(chosen) if drafts]
         else:
             return ()
         if len(its_turn) > MOST_SHADOWS:
@@ -104,3 +107,9 @@ class ShadowTurns:
         else:
             longer = max(longer, self._longer)
         return max(LEAST_APART, math.ceil(longer / SHADOW_SHARE) | 1)
+
+
+def _compared(chosen: Sequence[int], most: int, *, is_known: bool) -> list[int]:
+    """The places of those that draft whose drafts are compared. Once enough is known, verifying tells as much of those
+    that get the most drafts anyway."""
+    return [place for place, number in enumerate(chosen) if number and (number < most or not is_known)]

@@ -167,7 +167,7 @@ class _Table(Generic[E]):
         """
         number = self._num_met.pop(key, 0) + 1
         self._num_met[key] = OFTEN if number >= often else number
-        self.num_warming += number <= often > 1
+        self.num_warming += number <= OFTEN
         if len(self._num_met) > MOST_MET:
             self._num_met.popitem(last=False)
         return often <= number <= OFTEN
