@@ -1494,6 +1494,13 @@ def test_what_asking_a_lookup_takes_is_known_within_its_own_part() -> None:
     assert dear.step(1, 1, 3) == pytest.approx(2.0 * plain, rel=0.05), "a large part may be far off"
 
 
+def test_where_steps_are_padded_two_drafts_are_no_other_kind_than_three() -> None:
+    of_two, of_three = (costs(buckets=(1, 2, 4), levels=(0, number)) for number in (2, 3))
+    for its, number in ((of_two, 2), (of_three, 3)):
+        its.observe(StepOutcome(1, 1 + number, number, 1, 0, 2.0 * its.step(1, 1 + number, number), 0.0))
+    assert of_two._paces[1].covariances == of_three._paces[1].covariances
+
+
 def test_the_host_takes_no_longer_for_plain_steps_than_for_others() -> None:
     """The first ones found nothing in the caches, and later all steps have drafts."""
     its = costs()

@@ -242,7 +242,7 @@ def shown(its: AutoPolicy, one: Progress, number: int, accepted: int) -> None:
 
 def test_comparisons_show_what_drafts_are_worth_that_nobody_verified() -> None:
     """Four requests: drafts right at the expected rate do not pay, and all right they do."""
-    its, four = policy(0.6, row=0.45), [request(4) for _ in range(4)]
+    its, four = policy(0.6, row=0.5), [request(4) for _ in range(4)]
     for _ in range(40):
         assert its.choose(four, 0) == [0] * 4 or its.acceptance.survival()[0] > 0.8
         for one in four:

@@ -374,7 +374,7 @@ class StepCosts:
         # else whether drafts that were asked for came is the drafter's doing
         is_alternative = self.is_padded or step.is_plain
         unknown = UNKNOWN_KIND
-        if kind == ASKED:
+        if kind == ASKED and not self.is_padded:  # there the kind is the number of drafts
             unknown = self._unknown_of_asked(step.num_requests, step.num_drafts, measured)
         self._paces[about_as_many].observe(
             kind, found, doublings, is_alternative=is_alternative, unknown=unknown
