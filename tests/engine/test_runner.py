@@ -253,7 +253,9 @@ def test_proposals_of_many_lengths_make_few_programs() -> None:
 
 @pytest.mark.skipif(native.load() is None, reason="nothing is recorded without the compiled operators")
 def test_suffix_drafting_is_recorded() -> None:
-    llm = LLM(max_model_len=160, max_num_seqs=1, speculative_config={"method": "suffix"})
+    """With a fixed number of drafts: in three texts of 60 tokens a slow machine may not find out that they pay."""
+    suffix = {"method": "suffix", "num_speculative_tokens": 8}
+    llm = LLM(max_model_len=160, max_num_seqs=1, speculative_config=suffix)
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     llm.generate([PROMPTS[0]] * 3, params, use_tqdm=False)
     keys = llm.engine.runner.graphs.recorded_keys()  # type: ignore[attr-defined]
