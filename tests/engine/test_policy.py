@@ -23,6 +23,8 @@ from draftproof.engine.auto_policy import (
     ALLOWANCE,
     EARNED,
     INCOME,
+    LOOKUPS_EVERY,
+    MORE_OFTEN,
     MOST_NEW,
     MOST_SAVED,
     MOST_STEPS,
@@ -1785,6 +1787,30 @@ def test_a_choice_without_drafts_is_made_again_once_there_would_be_some(share: f
     assert kept.is_over == (share > 0.0)
     its.choose([request(4, 2)], 0)
     assert bool(its._kept.choice.num_drafts) == (share > 0.0), "nor is it passed on"
+
+
+@pytest.mark.parametrize("given", [0, 1])
+def test_one_request_that_finds_repeated_text_ends_a_choice_without_drafts(given: int) -> None:
+    """However many steps of others have shown that there is none."""
+    its, one = looking_up(0.0), request(4, 1)
+    its._choosing_seconds = 1e3
+    its.acceptance.some.add(10, 1000)
+    assert its.choose([one], 0) == [0]
+    kept, before = its._kept, its.acceptance.share
+    its.looked_up(one, 2, 2 * given)
+    its.compared(one, Comparison(8, 8, 0, 8 * given, not given))
+    assert kept.is_over == bool(given) and its.acceptance.share < MORE_OFTEN * before
+
+
+@pytest.mark.parametrize(
+    ("share", "savings", "every"), [(0.0, 2.0, 1), (0.9, 2.0, LOOKUPS_EVERY), (0.9, 30.0, 8)]
+)
+def test_at_low_savings_a_lookup_s_steps_are_told_of_sooner(share: float, savings: float, every: int) -> None:
+    """Without drafts each that has some: they are compared, and tell whether there would be any."""
+    its = looking_up(share)
+    its.savings = savings
+    assert any(its.choose([request(4, 1)], 0)) == (share > 0)
+    assert its.report_every == every
 
 
 def test_a_choice_holds_for_requests_almost_like_those_it_was_made_for() -> None:

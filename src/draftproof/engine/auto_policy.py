@@ -68,6 +68,8 @@ MORE_OFTEN = 2.0
 WORTH_SHOWING, SURELY_WORTH = 1.25, 3.0
 MOST_TOKENS = 256  # output length that a new request is expected to have at most: limits are seldom reached
 
+_Seconds = Callable[[int, int], float]  # takes the rows and drafts of a step
+
 
 @dataclass(slots=True)
 class AutoPolicy:
@@ -97,10 +99,8 @@ class AutoPolicy:
     _ready: ReadyChoice | None = None
     _gives_less: bool = False  # at some time the drafter had fewer drafts than it was asked for
     _full: Counter[int] = field(default_factory=Counter)  # proposals before that, by number of drafts
-    # seconds of plain steps and of others, by requests and about their context, until the next choice is made
-    _steps_about: dict[tuple[int, int], tuple[float, Callable[[int, int], float]]] = field(
-        default_factory=dict
-    )
+    # by requests and about their context: seconds of plain steps, and of others; see `_longer`
+    _steps_about: dict[tuple[int, int], tuple[float, _Seconds]] = field(default_factory=dict)
     _num_taken: int = 0  # reports and steps that were taken in
     _num_unobserved: int = 0  # steps since one has corrected the costs
     _was_asked: bool = False  # since a step was last reported
@@ -358,9 +358,8 @@ class AutoPolicy:
         )
         if may_wait:
             kept.report_every = OBSERVED_EVERY * (2 if self.is_lookup and kept.is_long else 1)
-        elif (
-            self.is_lookup and choice.num_drafts
-        ):  # else only those whose drafts are compared, all of which tell something
+        elif self.is_lookup and choice.num_drafts:
+            # not without: then these are only the steps whose drafts are compared, and each tells something
             kept.report_every = LOOKUPS_EVERY
         is_verified_whole = not (self.is_lookup or self._gives_less or self.costs.is_padded)
         if may_wait and num_made == 1 and is_verified_whole:
@@ -593,8 +592,8 @@ class AutoPolicy:
         self.savings = min(MOST_SAVED, max(0.0, self.savings + gained))
 
     def _longer(self, step: StepOutcome) -> float:
-        """Plain steps that a step of this size takes. By the cost model, not this step's time: a disturbance would have
-        slowed a plain step as well."""
+        """Plain steps that a step of this size takes, in about this context: looked up once until the next choice. By
+        the cost model, not this step's time: a disturbance would have slowed a plain step as well."""
         about = step.num_requests, step.context // (CONTEXT_STEP * step.num_requests)
         known = self._steps_about.get(about)
         if known is None:
