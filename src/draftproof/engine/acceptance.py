@@ -253,12 +253,15 @@ class Acceptance:
         """A class of its own for new requests, whose share of rounds with drafts is not rounded: for predictions."""
         return RequestClass(0, _rarity(self.share))
 
+    def share_of(self, record: AcceptanceRecord) -> float:
+        """Share of a request's rounds that have drafts when asked for."""
+        return (record.given + OWN_WEIGHT * self.share) / (record.asked + OWN_WEIGHT)
+
     def class_of(self, record: AcceptanceRecord) -> RequestClass:
-        """The class of a request."""
-        share = (record.given + OWN_WEIGHT * self.share) / (record.asked + OWN_WEIGHT)
+        """The class of a request, by whose odds its next rounds count."""
         odds = record.odds(self.persistence.slope)
         record.ratio = ODDS_STEP**odds
-        return RequestClass(odds, round(_rarity(share)))
+        return RequestClass(odds, round(_rarity(self.share_of(record))))
 
     def survival(self, odds: int = 0) -> list[float]:
         """The chance that there is a draft 1, 2, ... and survives, in a round with drafts of a request with these

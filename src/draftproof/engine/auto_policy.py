@@ -517,8 +517,8 @@ class AutoPolicy:
         is_first = num_more > 0 and not found.num_before
         if is_first and kept is not None and not (kept.choice.num_drafts or kept.is_over):
             self._settle()
-            its_class = self.acceptance.class_of(request.records[self.number])
-            kept.is_over = its_class.share > MORE_OFTEN * kept.share
+            its_share = self.acceptance.share_of(request.records[self.number])
+            kept.is_over = its_share > MORE_OFTEN * kept.share
 
     def prompted(self, num_rows: int, draft_seconds: float, num_asked: int = 0, num_drafts: int = 0) -> None:
         of_rows = draft_seconds - self.costs.draft.at(num_asked, num_drafts)
