@@ -73,6 +73,17 @@ def test_a_correction_of_steps_that_are_not_met_fades() -> None:
     assert pace.at(DRAFTING) > 0.2, "and is soon learnt again"
 
 
+@pytest.mark.parametrize("unknown", [0.02, 0.2])
+def test_what_is_known_of_a_kind_beforehand_is_known_after_a_rest_as_well(unknown: float) -> None:
+    pace = Pace()
+    pace.observe(DRAFTING, 0.0, unknown=unknown)
+    fed(pace, 500, {PLAIN: 1.0})
+    place = pace._places[DRAFTING]
+    assert math.sqrt(pace.covariances[place][place]) == pytest.approx(unknown, rel=0.02)
+    pace.observe(DRAFTING, 0.1, unknown=unknown)
+    assert (pace.at(DRAFTING) > 0.08) == (unknown == 0.2)
+
+
 def test_a_kind_that_comes_by_chance_makes_no_other_seem_slow() -> None:
     """Steps for which a lookup has no drafts, one in twenty, between steps of many rows that slow them."""
     found = []

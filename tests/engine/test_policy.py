@@ -1800,6 +1800,7 @@ def test_one_request_that_finds_repeated_text_ends_a_choice_without_drafts(given
     its.looked_up(one, 2, 2 * given)
     its.compared(one, Comparison(8, 8, 0, 8 * given, not given))
     assert kept.is_over == bool(given) and its.acceptance.share < MORE_OFTEN * before
+    assert one.records[0].ratio == 1.0, "by what its rounds count is decided with the next choice"
 
 
 @pytest.mark.parametrize(

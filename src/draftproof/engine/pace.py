@@ -38,6 +38,7 @@ class Pace:
     covariances: list[list[float]] = field(default_factory=lambda: [[UNKNOWN_PACE**2]])
     noise: float = FIRST_NOISE**2
     _places: dict[int, int] = field(default_factory=dict)
+    _unknown: list[float] = field(default_factory=lambda: [UNKNOWN_PACE])  # standard deviations of the priors
 
     def at(self, kind: int, doublings: float = 0.0) -> float:
         """The logarithm of the expected time over the profile's, for steps of this kind."""
@@ -102,17 +103,17 @@ class Pace:
             for row in self.covariances:
                 row.append(0.0)
             self.means.append(0.0)
+            self._unknown.append(unknown)
             self.covariances.append([0.0] * place + [unknown**2])
         return place
 
     def _wait(self, weights: Sequence[float]) -> None:
         """Have corrections decay that a step with these `weights` lacks."""
-        for kind, place in self._places.items():
+        for place in self._places.values():
             if weights[place]:
                 continue
             self.means[place] *= REMEMBERED
             for row in self.covariances:
                 row[place] *= REMEMBERED
             self.covariances[place] = [REMEMBERED * c for c in self.covariances[place]]
-            unknown = UNKNOWN_GROWTH if kind == GROWTH else UNKNOWN_KIND
-            self.covariances[place][place] += (1.0 - REMEMBERED**2) * unknown**2
+            self.covariances[place][place] += (1.0 - REMEMBERED**2) * self._unknown[place] ** 2
