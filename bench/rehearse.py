@@ -35,8 +35,9 @@ from draftproof.drafters.base import Drafter
 from draftproof.drafters.ngram import NgramDrafter
 from draftproof.engine.acceptance import acceptance_of
 from draftproof.engine.auto_policy import AutoPolicy
-from draftproof.engine.costs import HostCosts, StepCosts, StepOutcome
+from draftproof.engine.costs import StepCosts, StepOutcome
 from draftproof.engine.drafting import COMPARED_EVERY, FOLLOWED_EVERY, MOST_FOLLOWED
+from draftproof.engine.host_costs import HostCosts
 from draftproof.engine.interface import RequestSpec, RowPrice
 from draftproof.engine.policy import FixedPolicy, Policy
 from draftproof.engine.progress import Progress

@@ -40,18 +40,17 @@ from draftproof.engine.auto_policy import (
 )
 from draftproof.engine.costs import (
     GUESSED_DRAFT,
-    LEAST_HOST,
     PROMPT_RATE,
     ROW_SIZES,
     TRUSTED_HOST,
     Curve,
     DraftCosts,
-    HostCosts,
     StepCosts,
     StepOutcome,
     rounded_rows,
 )
 from draftproof.engine.draft_choice import DOUBTED, WORTH_IT, Chooser, DraftChoice, DraftRows, Part
+from draftproof.engine.host_costs import LEAST_HOST, HostCosts
 from draftproof.engine.interface import RowPrice
 from draftproof.engine.kept_choice import (
     FIRST_KEPT,

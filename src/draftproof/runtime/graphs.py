@@ -256,7 +256,8 @@ class Recorded:
         if entry is None:
             is_due = self._table.is_due(key, 1 if at_once() else OFTEN)
             found = self._record(key, function, inputs) if is_due else function(*inputs)
-            self.latest = self.holds(key[:-1])
+            entry = self._table.get(key)
+            self.latest = 0 if entry is None else entry.number
             return found
         for static, given in zip(entry.inputs, inputs, strict=True):
             static.copy_(given)
