@@ -318,53 +318,59 @@ void configure(int64_t rows) {
     amx_configure({high, high, low, low, high, low, 16, 16});
 }
 
-template <class O>
+// One step of the chains: adds 32 inputs of up to 32 rows (BOTH: of more than 16) for the 32 outputs of a tile. FIRST:
+// this tile's weights come from outer caches, whose own prefetching loses its way among tile loads.
+template <bool BOTH, bool FIRST>
+DP_INLINE void amx_step(const uvec* weights, const uint32_t* x, int64_t x_bytes) {
+    constexpr int64_t W_BYTES = 2 * sizeof(uvec);
+    if (FIRST)
+        for (int64_t i = 0; i < 2 * LANES; i++) __builtin_prefetch(weights + 2 * LANES + i);
+    _tile_loadd(4, x, x_bytes);
+    if (BOTH) _tile_loadd(5, (const char*)x + 16 * x_bytes, x_bytes);
+    _tile_loadd(6, weights, W_BYTES);
+    _tile_dpbf16ps(0, 4, 6);
+    if (BOTH) _tile_dpbf16ps(2, 5, 6);
+    _tile_loadd(7, weights + 1, W_BYTES);
+    _tile_dpbf16ps(1, 4, 7);
+    if (BOTH) _tile_dpbf16ps(3, 5, 7);
+}
+
+template <class O, bool BOTH, bool FIRST>
 void amx_block(const Problem& p, O* out, int64_t row, int64_t rows, int64_t t) {
     const uvec* weights = (const uvec*)p.tile(t);
     const uint32_t* x = p.x + row * p.stride;
-    const int64_t x_bytes = p.stride * 4, w_bytes = 2 * sizeof(uvec);
     alignas(64) float sums[BLOCK][TILE];
     _tile_zero(0);
     _tile_zero(1);
-    if (rows > 16) {
-        _tile_zero(2);
-        _tile_zero(3);
-        for (int64_t k = 0; k < p.stride; k += LANES) {
-            _tile_loadd(4, x + k, x_bytes);
-            _tile_loadd(6, weights + 2 * k, w_bytes);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_loadd(7, weights + 2 * k + 1, w_bytes);
-            _tile_dpbf16ps(1, 4, 7);
-            _tile_loadd(5, x + 16 * p.stride + k, x_bytes);
-            _tile_dpbf16ps(2, 5, 6);
-            _tile_dpbf16ps(3, 5, 7);
-        }
-        _tile_stored(2, &sums[16][0], sizeof sums[0]);
-        _tile_stored(3, &sums[16][LANES], sizeof sums[0]);
-    } else {
-        for (int64_t k = 0; k < p.stride; k += LANES) {
-            _tile_loadd(4, x + k, x_bytes);
-            _tile_loadd(6, weights + 2 * k, w_bytes);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_loadd(7, weights + 2 * k + 1, w_bytes);
-            _tile_dpbf16ps(1, 4, 7);
-        }
-    }
+    if (BOTH) _tile_zero(2);
+    if (BOTH) _tile_zero(3);
+    for (int64_t k = 0; k < p.stride; k += LANES) amx_step<BOTH, FIRST>(weights + 2 * k, x + k, p.stride * 4);
     _tile_stored(0, &sums[0][0], sizeof sums[0]);
     _tile_stored(1, &sums[0][LANES], sizeof sums[0]);
+    if (BOTH) _tile_stored(2, &sums[16][0], sizeof sums[0]);
+    if (BOTH) _tile_stored(3, &sums[16][LANES], sizeof sums[0]);
+    if (!p.bias && (t + 1) * TILE <= p.outputs) {  // the usual case, with nothing to decide for each row
+        O* to = out + row * p.outputs + t * TILE;
+        for (int64_t r = 0; r < rows; r++, to += p.outputs)
+            for (int c = 0; c < 2; c++) store(to + c * LANES, load(sums[r] + c * LANES));
+        return;
+    }
     for (int64_t r = 0; r < rows; r++)
         for (int c = 0; c < 2; c++) write_outputs(p, out, row + r, t * TILE + c * LANES, load(sums[r] + c * LANES));
 }
 
-// Full blocks first, then the rest, because tiles are configured for a number of rows.
-template <class O>
+// Blocks of as many rows each, since tiles are configured for a number of rows; some rows may be in two of them, with
+// the same sums. Example: 33 rows -> rows 0 to 16 and 16 to 32.
+template <class O, bool BOTH>
 void amx_tiles(const Problem& p, O* out, int64_t from, int64_t to) {
-    int64_t whole = p.rows / BLOCK * BLOCK;
-    if (whole) configure(BLOCK);
-    for (int64_t t = from; whole && t < to; t++)
-        for (int64_t row = 0; row < whole; row += BLOCK) amx_block(p, out, row, BLOCK, t);
-    if (p.rows > whole) configure(p.rows - whole);
-    for (int64_t t = from; p.rows > whole && t < to; t++) amx_block(p, out, whole, p.rows - whole, t);
+    if (!p.rows) return;
+    int64_t blocks = (p.rows + BLOCK - 1) / BLOCK, each = (p.rows + blocks - 1) / blocks;
+    configure(each);
+    for (int64_t t = from; t < to; t++) {
+        amx_block<O, BOTH, true>(p, out, 0, each, t);
+        for (int64_t b = 1; b < blocks; b++)
+            amx_block<O, BOTH, false>(p, out, std::min(b * each, p.rows - each), each, t);
+    }
     _tile_release();
 }
 
@@ -382,7 +388,7 @@ bool by_amx() {
 template <class T, class O>
 void tiles(const Problem& p, O* out, int64_t from, int64_t to) {
 #if defined(DP_AMX)
-    if (by_amx<T>()) return amx_tiles(p, out, from, to);
+    if (by_amx<T>()) return p.rows > 16 ? amx_tiles<O, true>(p, out, from, to) : amx_tiles<O, false>(p, out, from, to);
 #endif
     if (p.rows == 1) return few_rows<T, O, 1>(p, out, from, to);
     if (p.rows == 2) return few_rows<T, O, 2>(p, out, from, to);

@@ -33,16 +33,17 @@ inline void parallel(int64_t members, int64_t count, Body&& body) {
 // Maximum number of blocks per thread; several, so that other threads take over the share of a late one.
 constexpr int64_t BLOCKS_EACH = 32;
 
-// body(from, to) over ranges of [0, count), of at least `least` indices unless that leaves fewer ranges than members.
-// Example: 100 over 2 members -> 64 ranges of 1 or 2; with least = 30 -> 3 of 33 or 34; with least = 80 -> 2 of 50.
+// body(from, to) over ranges of [0, count), of at least `least` indices unless that leaves fewer ranges than members;
+// as many for each member, since three ranges keep two members as busy as four. Example: 100 over 2 members -> 64 ranges
+// of 1 or 2; with least = 20 -> 4 of 25; with least = 30 or 80 -> 2 of 50.
 template <class Body>
 inline void parallel_ranges(int64_t members, int64_t count, int64_t least, Body&& body) {
     if (members <= 1) {
         if (count > 0) body((int64_t)0, count);
         return;
     }
-    int64_t blocks = std::max(members, std::min(members * BLOCKS_EACH, count / std::max<int64_t>(least, 1)));
-    blocks = std::min(blocks, count);
+    int64_t each = std::min(BLOCKS_EACH, count / (members * std::max<int64_t>(least, 1)));
+    int64_t blocks = std::min(members * std::max<int64_t>(each, 1), count);
     parallel(members, blocks, [&](int64_t b) { body(count * b / blocks, count * (b + 1) / blocks); });
 }
 
