@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftproof import LLM, SamplingParams
 from draftproof.bench.compare import compare
+from draftproof.bench.internals import drafter_of
 from draftproof.drafters.base import DraftRuntime, KnownTokens
 from draftproof.engine.runner import ModelRunner
 from draftproof.engine.shapes import BatchShape, mixed_sizes
@@ -194,7 +195,8 @@ def test_steps_with_prompts_are_filled_up_to_few_sizes_and_change_nothing(most_r
         assert set(filled) == {True, False} and llm.stats.speculation.num_accepted_tokens > 5
     sizes = {key[1] for key in graphs.entries if key[0] == "target"}
     assert sizes and sizes <= {*runner.shapes.mixed}
-    assert {key[0] for key in graphs.entries} >= {"target", "feed", "draft"}
+    drafter = drafter_of(llm)
+    assert {key[0] for key in graphs.entries} >= {"target", ("feed", drafter), ("draft", drafter)}
 
 
 def test_the_next_pass_is_under_way_before_a_pass_is_read() -> None:

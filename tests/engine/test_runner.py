@@ -205,7 +205,7 @@ def test_a_step_with_prompts_drafts_by_a_program(
         while not any(delta.request_id != first for delta in stepper.step()):
             counts.append(len(calls))
             calls.clear()
-        key = ("draft", drafter_of(llm), 2, llm.num_speculative_tokens)
+        key = (("draft", drafter_of(llm)), 2, llm.num_speculative_tokens)
         assert llm.engine.runner.graphs.holds(key)
     assert counts == [0, 0, 0] + [num_programs] * (len(counts) - 3) and len(counts) > 6
 

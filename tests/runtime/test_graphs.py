@@ -13,6 +13,7 @@ from torch import Tensor
 from draftproof.kernels.ops import Ops, select
 from draftproof.runtime import graphs, native
 from draftproof.runtime.graphs import OFTEN, Recorded, always
+from draftproof.runtime.scratch import CACHE_LINE
 
 
 def rows(seed: int, count: int = 3) -> Tensor:
@@ -71,16 +72,25 @@ def test_the_least_recently_used_program_gives_way_and_may_come_again(
     assert recorded.latest == 0, "the run before is not the last one"
 
 
+def held(*numbers: int) -> int:
+    """Bytes of buffers for so many fp32 numbers each, powers of two: with room to align them."""
+    return sum(4 * number + CACHE_LINE for number in numbers)
+
+
 def test_memory_is_counted_and_bounded(library: native.Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is given, 64 columns a row, and what comes out, 32; and of two programs the older one goes."""
+    """What is given, 64 columns a row, for each program, of which the older one goes; and what comes out, 32, in memory
+    that they share."""
     ops, recorded = select(torch.device("cpu"), library), Recorded(library)
-    often(recorded, ops, 2)
-    assert recorded.num_bytes == 2 * (64 + 32) * 4
-    monkeypatch.setattr(graphs, "MOST_BYTES", 4 * (64 + 32) * 4)
+    often(recorded, ops, 4)
+    assert recorded.num_bytes == 4 * 64 * 4 + held(4 * 32)
     often(recorded, ops, 3)
-    assert recorded.recorded_keys() == [("rows", 3)] and recorded.num_bytes == 3 * (64 + 32) * 4
+    assert recorded.num_bytes == (4 + 3) * 64 * 4 + held(4 * 32)
+    monkeypatch.setattr(graphs, "MOST_BYTES", 4 * 64 * 4)
+    often(recorded, ops, 1)
+    assert recorded.recorded_keys() == [("rows", 3), ("rows", 1)]
+    assert recorded.num_bytes == 4 * 64 * 4 + held(4 * 32) + held(32)
     often(recorded, ops, 5, times=2 * OFTEN)
-    assert recorded.recorded_keys() == [("rows", 3)], "larger than all may be together"
+    assert recorded.recorded_keys() == [("rows", 3), ("rows", 1)], "larger than all may be together"
 
 
 def test_what_cannot_be_recorded_takes_nobodys_place(
@@ -184,7 +194,7 @@ def test_a_part_s_columns_of_something_wider_are_read_as_they_lie(library: nativ
 def test_memory_that_programs_share_counts_once_and_as_long_as_one_is_there(
     library: native.Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A part of 64 columns that makes 32; each of three programs is given 64 columns, and makes 64."""
+    """A part of 64 columns that makes 32; each of three programs is given 64 columns, and makes 64 in one place."""
     ops, recorded = select(torch.device("cpu"), library), Recorded(library)
 
     def whole(x_TH: Tensor) -> tuple[Tensor, ...]:
@@ -193,11 +203,49 @@ def test_memory_that_programs_share_counts_once_and_as_long_as_one_is_there(
 
     for number in range(3):
         assert recorded.prepare(("whole", number), whole, (rows(0, 1),))
-        assert recorded.num_bytes == 4 * (64 + 32 + (number + 1) * (64 + 64))
+        assert recorded.num_bytes == (number + 1) * 64 * 4 + held(64, 32, 64)
     monkeypatch.setattr(graphs, "MOST_PROGRAMS", 2)
     assert recorded.prepare(("rows", 1), lambda x_TH: (ops.silu_mul(x_TH),), (rows(0, 1),))
     assert recorded.recorded_keys() == [("whole", 2), ("rows", 1)]
-    assert recorded.num_bytes == 4 * (64 + 32 + (64 + 64) + (64 + 32)), "a program has not given its part up"
+    assert recorded.num_bytes == 2 * 64 * 4 + held(64, 32, 64, 32), (
+        "a program has not given up what it is given"
+    )
+
+
+def layers(ops: Ops, num_layers: int, x_TH: Tensor) -> tuple[Tensor, ...]:
+    """Each reads the layer before it. A view holds rows of the first one until the end."""
+    late_TH = ops.concat((x_TH, x_TH))[1:]
+    for _ in range(num_layers):
+        x_TH = ops.silu_mul(ops.concat((x_TH, x_TH)))
+    return (ops.concat((x_TH[1:], ops.silu_mul(late_TH))),)
+
+
+def test_layers_write_over_each_other_and_not_over_what_is_still_read(library: native.Library) -> None:
+    ops, recorded = select(torch.device("cpu"), library), Recorded(library)
+    for num_layers in (1, 2, 9):
+        function = partial(layers, ops, num_layers)
+        for seed in range(OFTEN + 2):
+            (out,) = recorded.run(("layers", num_layers), function, (rows(seed),))
+            assert torch.equal(out, function(rows(seed))[0])
+        assert recorded.holds(("layers", num_layers))
+    before = recorded.num_bytes
+    for num_layers in (50, 5):
+        assert recorded.prepare(("layers", num_layers), partial(layers, ops, num_layers), (rows(0),))
+    assert recorded.num_bytes == before + 2 * rows(0).nbytes, "more layers take more memory"
+    for num_layers in (2, 50, 1, 9, 5):
+        (out,) = recorded.run(("layers", num_layers), partial(layers, ops, num_layers), (rows(7),))
+        assert torch.equal(out, layers(ops, num_layers, rows(7))[0]), num_layers
+
+
+def test_a_function_cannot_run_one_that_would_write_over_its_memory(library: native.Library) -> None:
+    ops, recorded = select(torch.device("cpu"), library), Recorded(library)
+
+    def whole(x_TH: Tensor) -> tuple[Tensor, ...]:
+        return recorded.run(("both", 1), lambda x_TH: (ops.silu_mul(x_TH),), (x_TH,))
+
+    with pytest.raises(AssertionError, match="would write over"):
+        recorded.prepare(("both", 2), whole, (rows(0),))
+    assert library.recorder is None
 
 
 def test_what_is_prepared_or_asked_for_at_once_is_recorded_at_once(library: native.Library) -> None:

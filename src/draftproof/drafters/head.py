@@ -213,7 +213,7 @@ class HeadDrafter(Drafter):
             split = len(given.feed)
             return unroll.feed(runtime, buffers[:split], buffers[split:], carried)
 
-        key = ("feed", self, len(verified.tokens_T), len(given.feed[0]))
+        key = (("feed", self), len(verified.tokens_T), len(given.feed[0]))
         graphs = runtime.graphs if verified.repeats else EAGER
         states = graphs.run(key, feed, (*given.feed, *verified.taps))
         if not num:
@@ -227,7 +227,7 @@ class HeadDrafter(Drafter):
             own = buffers[first:last]
             return unroll.draft(runtime, buffers[:first], own, draw.over(buffers[last:]))
 
-        key = ("draft", self, len(verified.slots_R), num)
+        key = (("draft", self), len(verified.slots_R), num)
         # not recordable: a draw without inputs depends on more than the buffers, as do positions in a step with images
         graphs = runtime.graphs if draw.inputs and not runtime.has_window else EAGER
         return graphs.run(key, draft, (*read, *given.draft, *draw.inputs))

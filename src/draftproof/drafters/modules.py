@@ -90,7 +90,7 @@ class ModulesDrafter(Drafter):
             drawn = draw.over(buffers[split + 1 :])
             return self._draft(runtime, _Inputs(*buffers[:split]), buffers[split], drawn, num, given)
 
-        key = ("draft", self, len(v.tokens_T), num_requests, num)
+        key = (("draft", self), len(v.tokens_T), num_requests, num)
         drawn = (runtime.graphs if is_function else EAGER).run(key, run, inputs)
         tokens_RK = torch.stack(drawn, 1) if num else v.next_R.new_zeros((num_requests, 0))
         return Proposal(tokens_RK, v.k_R.clamp(max=num))

@@ -87,7 +87,7 @@ class CompiledGroups:
             *self._sizes,
             torch.get_num_threads(),
         )
-        self._run(args, out_PN)
+        self._run(args)
         return out_PN
 
 

@@ -101,7 +101,7 @@ class CompiledLinear:
             outputs, inputs, code, out_code = self._shape
             at = x_TK.data_ptr(), self._weight_at, self._starts_at, self._bias_at, out_TN.data_ptr()
             args = self._pack(*at, rows, outputs, inputs, code, out_code, torch.get_num_threads())
-            self._run(args, out_TN)
+            self._run(args)
         return out_TN
 
 

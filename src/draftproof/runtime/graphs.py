@@ -9,8 +9,8 @@ intact.
 from __future__ import annotations
 
 import itertools
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, cast
 
@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftproof.runtime import collector
 from draftproof.runtime.native import Library, Program, Recorder
+from draftproof.runtime.scratch import Scratch
 
 T = TypeVar("T")  # what a function returns: tensors, or an object that holds them
 E = TypeVar("E", bound="_Kept")
@@ -27,12 +28,11 @@ Key = tuple[Hashable, ...]
 MOST_PROGRAMS = 256
 MOST_MET = 4096  # keys whose runs are counted
 OFTEN = 3  # runs until an unprepared function is recorded, which takes longer than a few runs
-MOST_BYTES = 1 << 30  # a recording keeps every tensor of its pass
+MOST_BYTES = 1 << 30  # of recordings' own memory
 # Operators that may occur between recorded ones: allocations and views.
+_ALLOCATING = {"empty", "new_empty", "empty_like"}
 _HARMLESS = {
-    "empty",
-    "new_empty",
-    "empty_like",
+    *_ALLOCATING,
     "view",
     "split",
     "split_with_sizes",
@@ -101,10 +101,9 @@ class Graphs(Protocol):
 
 
 class _Kept(Protocol):
-    """An entry of the table. `sizes`: bytes of the memory that it keeps, by address; entries may share memory. `used`:
-    when it last was, by the table's count."""
+    """An entry of the table. `num_bytes`: memory of its own; `used`: when it last was, by the table's count."""
 
-    sizes: Mapping[int, int]
+    num_bytes: int
     used: int
 
 
@@ -118,7 +117,6 @@ class _Table(Generic[E]):
     def __init__(self) -> None:
         self.num_bytes = 0
         self.num_warming = 0
-        self._num_keepers = Counter[int]()  # number of entries that keep a piece of memory
         self._entries: dict[Key, E] = {}
         self._num_gets = 0
         self._pinned: dict[Key, E] = {}
@@ -146,20 +144,14 @@ class _Table(Generic[E]):
         """Add an entry, which must itself be no larger than `MOST_BYTES`."""
         self._entries[key] = entry
         self._use(entry)
-        for address, size in entry.sizes.items():
-            self.num_bytes += size if not self._num_keepers[address] else 0
-            self._num_keepers[address] += 1
+        self.num_bytes += entry.num_bytes
         while len(self._entries) > MOST_PROGRAMS or self.num_bytes > MOST_BYTES:
             self._let_go()
 
     def _let_go(self) -> None:
-        """Evict the least recently used entry; memory that no other entry keeps is freed."""
+        """Evict the least recently used entry."""
         gone = self._entries.pop(min(self._entries, key=lambda key: self._entries[key].used))
-        self._num_keepers.subtract(gone.sizes.keys())
-        for address, size in gone.sizes.items():
-            if not self._num_keepers[address]:
-                del self._num_keepers[address]
-                self.num_bytes -= size
+        self.num_bytes -= gone.num_bytes
 
     def is_due(self, key: Key, often: int = OFTEN) -> bool:
         """Count a run of an unrecorded function. Returns whether to record it now; if that fails, it is not tried
@@ -210,7 +202,7 @@ class _Entry:
     inputs: tuple[Tensor, ...]
     outputs: Any
     program: Program
-    sizes: Mapping[int, int]
+    num_bytes: int
     number: int
     used: int = 0
 
@@ -230,6 +222,8 @@ class Recorded:
         self._library = library
         self._table: _Table[_Entry] = _Table()
         self._numbers = itertools.count(1)
+        # By the first element of a key: recordings that share one may overwrite each other's results.
+        self._scratches: dict[Hashable, Scratch] = defaultdict(Scratch)
 
     @property
     def num_warming(self) -> int:
@@ -271,8 +265,8 @@ class Recorded:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that programs keep: the tensors that their calls write, and copies of their inputs."""
-        return self._table.num_bytes
+        """Memory that programs keep: what their calls write to, and copies of their inputs."""
+        return self._table.num_bytes + sum(scratch.num_bytes for scratch in self._scratches.values())
 
     def holds(self, key: Key) -> int:
         entry = None if self._library.recorder else self._table.get((*key, torch.get_num_threads()))
@@ -286,8 +280,8 @@ class Recorded:
     def _record(self, key: Key, function: Callable[..., T], inputs: tuple[Tensor, ...]) -> T:
         """Run the function, and keep its program if it could be recorded."""
         static = tuple(t.clone() for t in inputs)
-        with self._library.record() as recorder, _Watch(recorder):
-            return self._recorded(recorder, key, function, static)
+        with self._library.record() as recorder, _Watch(recorder), recorder.using(self._scratches[key[0]]):
+            return self._recorded(recorder, key, function, static, sum(t.nbytes for t in static))
 
     def _run_part(
         self, recorder: Recorder, key: Key, function: Callable[..., T], inputs: tuple[Tensor, ...]
@@ -296,34 +290,34 @@ class Recorded:
         if not all(given.is_contiguous() for given in inputs):
             return function(*inputs)
         entry = self._table.get(key)
-        statics = tuple(torch.empty_like(given) for given in inputs) if entry is None else entry.inputs
-        for static, given in zip(statics, inputs, strict=True):
-            self._library.copy(static, given)
-        if entry is None:
-            return self._recorded(recorder, key, function, statics)
+        with recorder.using(self._scratches[key[0]]):
+            statics = tuple(torch.empty_like(given) for given in inputs) if entry is None else entry.inputs
+            for static, given in zip(statics, inputs, strict=True):
+                self._library.copy(static, given)
+            if entry is None:
+                return self._recorded(recorder, key, function, statics, 0)
         recorder.take_over(entry.program)
         return cast(T, entry.outputs)
 
     def _recorded(
-        self, recorder: Recorder, key: Key, function: Callable[..., T], static: tuple[Tensor, ...]
+        self,
+        recorder: Recorder,
+        key: Key,
+        function: Callable[..., T],
+        static: tuple[Tensor, ...],
+        num_bytes: int,
     ) -> T:
-        """The function's result. Its recorded calls are kept as a program if it did nothing else."""
+        """The function's result. Its recorded calls are kept as a program if it did nothing else. `num_bytes`: of
+        `static`, unless it is in the scratch memory."""
         num_others, start = recorder.num_others, recorder.mark()
         outputs = function(*static)
         if recorder.num_others > num_others:
             return outputs
         program = recorder.program(start)
-        sizes = _sizes([*static, *program.outputs])
-        if sum(sizes.values()) <= MOST_BYTES:
-            self._table.put(key, _Entry(static, outputs, program, sizes, next(self._numbers)))
+        if num_bytes <= MOST_BYTES:
+            self._table.put(key, _Entry(static, outputs, program, num_bytes, next(self._numbers)))
             self._table.met_anew(key)
         return outputs
-
-
-def _sizes(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Bytes of the tensors' storages, by address, so that shared storages count once."""
-    storages = (t.untyped_storage() for t in tensors)
-    return {s.data_ptr(): s.nbytes() for s in storages}
 
 
 def capture(call: Callable[[], T], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, T]:
@@ -344,7 +338,7 @@ class _Capture:
     graph: torch.cuda.CUDAGraph
     inputs: tuple[Tensor, ...]
     outputs: Any
-    sizes: Mapping[int, int]
+    num_bytes: int
     number: int
     used: int = 0
 
@@ -395,7 +389,7 @@ class Captured:
                 self.latest = 0  # the function may have run others
                 return found
             entry = self._capture(key[0], function, inputs)
-            if sum(entry.sizes.values()) <= MOST_BYTES:
+            if entry.num_bytes <= MOST_BYTES:
                 torch.cuda.synchronize()  # an evicted graph may still be running
                 self._table.put(key, entry)
                 self._table.met_anew(key)
@@ -421,9 +415,8 @@ class Captured:
         finally:
             self._is_capturing = False
         self._pools.setdefault(kind, graph.pool())
-        sizes, number = _sizes(static), next(self._numbers)
-        sizes[-number] = max(0, torch.cuda.memory_allocated() - before)  # negative, so no address
-        return _Capture(graph, static, outputs, sizes, number)
+        num_bytes = sum(t.nbytes for t in static) + max(0, torch.cuda.memory_allocated() - before)
+        return _Capture(graph, static, outputs, num_bytes, next(self._numbers))
 
 
 class _Watch(TorchDispatchMode):
@@ -443,7 +436,8 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.split("::")[-1]
         self._recorder.num_others += name not in _HARMLESS
-        return func(*args, **(kwargs or {}))
+        found = func(*args, **(kwargs or {}))
+        return self._recorder.allocated(found) if name in _ALLOCATING else found
 
 
 def select(device: torch.device, library: Library | None, *, eager: bool) -> Graphs:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from draftproof.runtime import compiling
+from draftproof.runtime.scratch import Scratch
 
 Progress = compiling.Progress
 default_cache_dir = compiling.default_cache_dir
@@ -71,23 +72,21 @@ class Library:
 
         return run
 
-    def packed(self, name: str, fields: str) -> tuple[Callable[..., None], Callable[..., bytes]]:
-        """(run, pack) of the C function `name`, whose one argument is a struct: run(pack(*values), *outputs).
+    def packed(self, name: str, fields: str) -> tuple[Callable[[bytes], None], Callable[..., bytes]]:
+        """(run, pack) of the C function `name`, whose one argument is a struct: run(pack(*values)).
 
         `fields` has one letter per field: P address (int, 0 = null), q int64, d double. Four times faster than many
-        arguments, which matters where a pass makes forty calls. `outputs` are the tensors that the call writes; a
-        recording keeps them alive.
+        arguments, which matters where a pass makes forty calls.
         """
         function = getattr(self._dll, name)
         function.argtypes = [ctypes.c_char_p]
         function.restype = None
         address = ctypes.cast(function, ctypes.c_void_p).value
 
-        def run(args: bytes, *outputs: Any) -> None:
+        def run(args: bytes) -> None:
             function(args)
             if self.recorder is not None:
                 self.recorder.calls.append((name, address or 0, args))
-                self.recorder.outputs += outputs
 
         return run, struct.Struct(fields).pack
 
@@ -95,10 +94,10 @@ class Library:
         """A recordable `to.copy_(given)`, for contiguous tensors of equal shape and dtype."""
         size = given.nbytes
         run, pack = self._place
-        run(pack(given.data_ptr(), to.data_ptr(), 1, size, size), to)
+        run(pack(given.data_ptr(), to.data_ptr(), 1, size, size))
 
     @functools.cached_property
-    def _place(self) -> tuple[Callable[..., None], Callable[..., bytes]]:
+    def _place(self) -> tuple[Callable[[bytes], None], Callable[..., bytes]]:
         return self.packed("dp_place", "2P3q")
 
     @contextlib.contextmanager
@@ -117,31 +116,52 @@ class Recorder:
 
     def __init__(self, dll: ctypes.CDLL) -> None:
         self.calls: list[tuple[str, int, bytes]] = []
-        self.outputs: list[Any] = []
         self.num_others = 0
         self._dll = dll
+        self._scratches: list[Scratch] = []  # one for each function that is running; the innermost last
+        self._kept: list[object] = []  # what calls write to besides
 
-    def mark(self) -> tuple[int, int]:
+    @contextlib.contextmanager
+    def using(self, scratch: Scratch) -> Iterator[None]:
+        """Record a function, the calls of which write to `scratch`."""
+        assert scratch not in self._scratches, (
+            "a function would write over what the one that runs it still reads"
+        )
+        scratch.begin()
+        self._scratches.append(scratch)
+        try:
+            yield
+        finally:
+            self._scratches.pop()
+
+    def allocated(self, given: Tensor) -> Tensor:
+        """The tensor to use in place of a new one: in memory that the program may write to."""
+        if given.is_contiguous() and given.device.type == "cpu":
+            return self._scratches[-1].like(given)
+        self._kept.append(given)
+        return given
+
+    def mark(self) -> int:
         """The current place in the recording, for `program`."""
-        return len(self.calls), len(self.outputs)
+        return len(self.calls)
 
-    def program(self, start: tuple[int, int] = (0, 0)) -> Program:
+    def program(self, start: int = 0) -> Program:
         """The program of the calls recorded since `start`."""
-        return Program(self._dll, self.calls[start[0] :], self.outputs[start[1] :])
+        return Program(self._dll, self.calls[start:], (*self._scratches, *self._kept))
 
     def take_over(self, program: Program) -> None:
         """Run a program and append its calls to the recording."""
         program()
         self.calls += program.calls
-        self.outputs += program.outputs
+        self._kept.append(program)
 
 
 class Program:
     """A recorded list of calls on fixed buffers; calling it runs them all."""
 
-    def __init__(self, dll: ctypes.CDLL, calls: list[tuple[str, int, bytes]], outputs: list[Any]) -> None:
+    def __init__(self, dll: ctypes.CDLL, calls: list[tuple[str, int, bytes]], kept: Sequence[object]) -> None:
         self.calls = calls
-        self.outputs = outputs  # kept alive, since calls write to them
+        self._kept = kept  # alive, since calls write to it
         self._dll = dll
         self._replay = dll.dp_replay
         self._replay.argtypes = [ctypes.c_void_p, ctypes.c_int64]
@@ -156,7 +176,7 @@ class Program:
 
     def part(self, names: Sequence[str]) -> Program:
         """A program of only the calls of the named C functions, for measurements."""
-        return Program(self._dll, [call for call in self.calls if call[0] in names], self.outputs)
+        return Program(self._dll, [call for call in self.calls if call[0] in names], self._kept)
 
 
 def load(

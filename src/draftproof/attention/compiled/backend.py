@@ -61,5 +61,5 @@ class CompiledAttention(RowBackend):
             torch.get_num_threads(),
             scale,
         )
-        self._run(args, out_TX)
+        self._run(args)
         return out_TX

@@ -29,7 +29,7 @@ class GateMulCompiled:
         out_at = out_TI.data_ptr()
         threads = torch.get_num_threads()
         args = self._pack(gate_up_TI2.data_ptr(), out_at, rows, width // 2, code, self._gelu, threads)
-        self._run(args, out_TI)
+        self._run(args)
         return out_TI
 
 
@@ -46,5 +46,5 @@ class SoftCapCompiled:
         out_MV = torch.empty_like(logits_MV)
         threads = torch.get_num_threads()
         args = self._pack(logits_MV.data_ptr(), out_MV.data_ptr(), logits_MV.numel(), threads, cap)
-        self._run(args, out_MV)
+        self._run(args)
         return out_MV

@@ -36,5 +36,5 @@ class ConfidenceCompiled:
         R, K = tokens_RK.shape
         assert record.drafts_SW.shape[1] >= K
         sizes = (tokens_SL.shape[1], R, K, record.drafts_SW.shape[1], len(record.hits_M), MOST_MATCHED)
-        self._run(self._pack(*pointers, *sizes, EXPECTED, PRIOR_WEIGHT, MEMORY), out_R, *record.tensors)
+        self._run(self._pack(*pointers, *sizes, EXPECTED, PRIOR_WEIGHT, MEMORY))
         return out_R

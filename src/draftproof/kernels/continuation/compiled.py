@@ -43,6 +43,6 @@ class CompiledContinuation:
         given = [t.data_ptr() for t in (own.address_S, slots_R, tokens_NL, length_N, row_R, k_R, out)]
         sizes = (tokens_NL.shape[1], R, num_drafts, limits.longest, MOST_PLACES)
         address = 0 if shared is None else shared.address
-        self._run(self._pack(address, *given, *sizes, limits.each, limits.least), out)
+        self._run(self._pack(address, *given, *sizes, limits.each, limits.least))
         tokens, count_R = out.split([R * num_drafts, R])
         return tokens.view(R, num_drafts), count_R

@@ -43,7 +43,7 @@ class CompiledExperts:
             torch.get_num_threads(),
             routing.scale,
         )
-        self._route(args, experts_TK, weights_TK)
+        self._route(args)
         return experts_TK, weights_TK
 
     def group(self, experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -55,7 +55,7 @@ class CompiledExperts:
         starts_E1 = torch.empty(num_experts + 1, dtype=torch.int64)
         tensors = (experts_TK, source_P, place_TK, starts_E1)
         args = self._pack_group(*(t.data_ptr() for t in tensors), pairs, top_k, num_experts)
-        self._group(args, source_P, place_TK, starts_E1)
+        self._group(args)
         return source_P, place_TK, starts_E1
 
     def combine(
@@ -83,5 +83,5 @@ class CompiledExperts:
             code,
             torch.get_num_threads(),
         )
-        self._combine(args, out_TH)
+        self._combine(args)
         return out_TH

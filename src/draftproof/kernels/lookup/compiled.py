@@ -33,6 +33,6 @@ class LookupCompiled:
         tensors = (tokens_SL, length_S, slots_R, k_R, out)
         pointers = [t.data_ptr() for t in tensors]
         columns = tokens_SL.shape[1]
-        self._run(self._pack(*pointers, columns, R, num_drafts, shortest, longest, most_matched), out)
+        self._run(self._pack(*pointers, columns, R, num_drafts, shortest, longest, most_matched))
         tokens, count_R, matched_R = out.split([R * num_drafts, R, R])
         return tokens.view(R, num_drafts), count_R, matched_R

@@ -25,7 +25,7 @@ class NormsCompiled:
         x_TH = x_TH.contiguous()
         out_TH = torch.empty_like(x_TH)
         at = x_TH.data_ptr(), 0, weight_H.data_ptr(), out_TH.data_ptr(), 0
-        self._run(self._pack(*at, *x_TH.shape, *codes, torch.get_num_threads(), eps), out_TH)
+        self._run(self._pack(*at, *x_TH.shape, *codes, torch.get_num_threads(), eps))
         return out_TH
 
     def add_rms_norm(
@@ -39,5 +39,5 @@ class NormsCompiled:
         out_TH = torch.empty_like(x_TH)
         sum_TH = torch.empty_like(x_TH)
         at = (t.data_ptr() for t in (x_TH, residual_TH, weight_H, out_TH, sum_TH))
-        self._run(self._pack(*at, *x_TH.shape, *codes, torch.get_num_threads(), eps), out_TH, sum_TH)
+        self._run(self._pack(*at, *x_TH.shape, *codes, torch.get_num_threads(), eps))
         return out_TH, sum_TH

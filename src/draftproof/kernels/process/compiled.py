@@ -46,5 +46,5 @@ class ProcessCompiled:
             failures_M,
         )
         sizes = (rows, width, tokens_SL.shape[1], lists_SN.shape[1], torch.get_num_threads())
-        self._run(self._pack(*[x.data_ptr() for x in given], *sizes), out_MV, failures_M)
+        self._run(self._pack(*[x.data_ptr() for x in given], *sizes))
         return out_MV, failures_M

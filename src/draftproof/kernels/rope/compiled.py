@@ -69,7 +69,7 @@ class RopeStoreCompiled:
             torch.get_num_threads(),
             eps,
         )
-        self._run(args, q_THD)
+        self._run(args)
         return q_THD
 
 

@@ -24,8 +24,7 @@ class GatherCompiled:
         out_TH = table_VH.new_empty(len(index_T), table_VH.shape[1])
         row_bytes = table_VH.shape[1] * table_VH.element_size()
         self._run(
-            self._pack(table_VH.data_ptr(), index_T.data_ptr(), out_TH.data_ptr(), len(index_T), row_bytes),
-            out_TH,
+            self._pack(table_VH.data_ptr(), index_T.data_ptr(), out_TH.data_ptr(), len(index_T), row_bytes)
         )
         return out_TH
 
@@ -45,7 +44,7 @@ class ConcatCompiled:
         for part in parts:
             part = part.contiguous()
             part_bytes = part.shape[1] * size
-            self._run(self._pack(part.data_ptr(), at, rows, part_bytes, out_bytes), out)
+            self._run(self._pack(part.data_ptr(), at, rows, part_bytes, out_bytes))
             at += part_bytes
         return out
 
@@ -63,5 +62,5 @@ class SwapCompiled:
         assert width * num == x_AX.shape[1]
         out = x_AX.new_empty(num * rows, width)
         part_bytes = width * x_AX.element_size()
-        self._run(self._pack(x_AX.data_ptr(), out.data_ptr(), rows, num, part_bytes), out)
+        self._run(self._pack(x_AX.data_ptr(), out.data_ptr(), rows, num, part_bytes))
         return out

@@ -43,5 +43,5 @@ class SampleCompiled:
             width,
             torch.get_num_threads(),
         )
-        self._run(args, tokens_M)
+        self._run(args)
         return tokens_M

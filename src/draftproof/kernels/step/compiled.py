@@ -33,7 +33,7 @@ class CompiledStep:
             t.data_ptr() for t in (state.tokens_SL, state.length_S, state.computed_S, state.draft_count_S)
         ]
         columns = state.tokens_SL.shape[1]
-        self._fill(self._pack_fill(*pointers, work_3R.data_ptr(), out.data_ptr(), columns, T, M, R), out)
+        self._fill(self._pack_fill(*pointers, work_3R.data_ptr(), out.data_ptr(), columns, T, M, R))
         return PassRows(*out.split(sizes))
 
     def accept(
@@ -50,7 +50,7 @@ class CompiledStep:
         R = len(slots_R)
         out = torch.empty(R * (width + 1), dtype=torch.int64)
         tensors = (tokens_SL, slots_R, num_R, first_R, lengths_R, draft_count_R, sampled_M, out)
-        self._accept(self._pack_accept(*(t.data_ptr() for t in tensors), tokens_SL.shape[1], R, width), out)
+        self._accept(self._pack_accept(*(t.data_ptr() for t in tensors), tokens_SL.shape[1], R, width))
         tokens, emitted_R = out.split([R * width, R])
         return tokens.view(R, width), emitted_R
 
@@ -69,7 +69,7 @@ class CompiledStep:
         emitted_R = emitted_R.contiguous()
         tensors = (*state, work_3R, rows.lengths_R, tokens_RW, emitted_R, wanted_R, out)
         columns = state.tokens_SL.shape[1]
-        self._commit(self._pack_commit(*(t.data_ptr() for t in tensors), columns, R, width), out)
+        self._commit(self._pack_commit(*(t.data_ptr() for t in tensors), columns, R, width))
         return Committed(*out.split(R))
 
     def draft_rows(
@@ -106,7 +106,7 @@ class CompiledStep:
             layout.mask_token,
             K,
         )
-        self._draft_rows(args, out)
+        self._draft_rows(args)
         views = list(out.split(sizes))
         views[5] = views[5].view(R, J)
         views[6:] = [view.view(K, R) for view in views[6:]]
@@ -139,6 +139,6 @@ class CompiledStep:
         )
         columns = state.tokens_SL.shape[1]
         numbers = (columns, R, K, vocab_size, never, never_either)
-        self._store(self._pack_store(*(t.data_ptr() for t in tensors), *numbers), out)
+        self._store(self._pack_store(*(t.data_ptr() for t in tensors), *numbers))
         count_R, cut_R = out.split(R)
         return count_R, cut_R

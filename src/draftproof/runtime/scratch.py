@@ -1,0 +1,54 @@
+"""Memory that recordings share: what one pass has used is still in the caches when the next one writes to it."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections import defaultdict
+
+import torch
+from torch import Tensor
+
+CACHE_LINE = 64
+
+
+class Scratch:
+    """Memory for the tensors of recorded functions that do not run inside each other.
+
+    A recording repeats its calls in order, so a tensor that is gone leaves its memory to later ones of the recording:
+    what is written in one layer is written over in the next. Other recordings begin with all of it, and may write over
+    what this one returned. Without that each of a small model's passes wrote 100 KB per row to places of its own, and
+    those of sizes that had not run for a while found them in no cache: 17 rows in 1.09 ms, and 16, which are frequent,
+    in 0.97.
+    """
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._buffers: dict[int, list[bytearray]] = defaultdict(list)  # all, by size
+        self._free: dict[int, list[bytearray]] = defaultdict(list)
+
+    def begin(self) -> None:
+        """Let a new recording use everything, whatever still holds tensors of others."""
+        self._free = defaultdict(list, {size: list(buffers) for size, buffers in self._buffers.items()})
+
+    def like(self, given: Tensor) -> Tensor:
+        """A tensor like this contiguous one on the CPU, with undefined contents. Its memory is free again once nobody
+        holds it or a view of it."""
+        num_bytes = given.nbytes
+        if not num_bytes:
+            return given
+        size = (
+            1 << (num_bytes - 1).bit_length()
+        )  # few sizes, so that passes with other numbers of rows share them
+        free = self._free[size]
+        memory = free.pop() if free else self._new(size)
+        first = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % CACHE_LINE
+        block = (ctypes.c_char * num_bytes).from_buffer(memory, first)
+        weakref.finalize(block, free.append, memory).atexit = False
+        return torch.frombuffer(block, dtype=given.dtype).view(given.shape)
+
+    def _new(self, size: int) -> bytearray:
+        memory = bytearray(size + CACHE_LINE)
+        self._buffers[size].append(memory)
+        self.num_bytes += len(memory)
+        return memory
