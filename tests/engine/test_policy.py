@@ -35,6 +35,7 @@ from draftproof.engine.auto_policy import (
     OBSERVED_EVERY,
     STAKE,
     SURELY_WORTH,
+    WELL_KNOWN,
     WORTH_SHOWING,
     AutoPolicy,
 )
@@ -868,7 +869,7 @@ def test_a_choice_for_a_lookup_is_kept_for_long_from_the_first(is_lookup: bool, 
 
 @pytest.mark.parametrize("changed", ["", "over", "savings", "number", "age", "ended"])
 def test_the_choice_for_new_requests_is_passed_on_to_the_next(changed: str) -> None:
-    """While it holds, and for as long as for the first."""
+    """While it holds, and for as long as for the first; also once some of the first have ended."""
     its, requests = policy(0.9, row=0.005, step=0.005), [request(4, number) for number in range(6)]
     its.savings, its.is_lookup, its._num_taken = MOST_SAVED, True, MOST_NEW
     its.choose(requests[:2], 0)
@@ -887,9 +888,9 @@ def test_the_choice_for_new_requests_is_passed_on_to_the_next(changed: str) -> N
         its.choose(requests[:1], 0)
     assert its._kept is kept
     found = its.choose(asked, 0)
-    assert (its._kept is kept) == (not changed)
-    if not changed:
-        assert found == kept.num_drafts and kept.asked == asked
+    assert (its._kept is kept) == (changed in ("", "ended"))
+    if its._kept is kept:
+        assert found == kept.num_drafts == [*kept.choice.num_drafts.values()] * 2 and kept.asked == asked
         for number in range(1, ROUNDS_KEPT * kept.longer):
             assert not kept.is_over, number
             its.choose(asked, 0)
@@ -912,18 +913,22 @@ def test_that_a_drafter_has_all_that_it_is_asked_for_is_not_counted() -> None:
     assert one.records[0].asked > 1.9 and 0.99 < its.acceptance.longer[3] < 1.0, "once in two hundred"
 
 
-def test_costs_are_corrected_by_fewer_steps_where_choices_are_kept_longer() -> None:
+@pytest.mark.parametrize("is_known", [False, True])
+def test_costs_are_corrected_by_fewer_steps_where_choices_are_kept_longer(is_known: bool) -> None:
+    """Once many have corrected them."""
     observed = {}
     for longer in (1, 4):
         its, one = policy(0.9, row=0.05, step=0.1), request(4)
         its.savings = MOST_SAVED
         its.choose([one], 0)
+        for _ in range(WELL_KNOWN if is_known else WELL_KNOWN - 9):
+            its.costs.observe(plain_step(1.0))
         its._kept.longer, seen = longer, list[StepOutcome]()
         its.costs = Observing(its.costs, seen)  # type: ignore[assignment]
         step = StepOutcome(1, 9, 8, 9, 100, 1.0)
         its._take_steps([(step, OBSERVED_EVERY)] * 8)
         observed[longer] = len(seen)
-    assert observed == {1: 8, 4: 2}
+    assert observed == {1: 8, 4: 2 if is_known else 8}
 
 
 def test_the_price_of_a_prompt_is_in_plain_steps() -> None:
@@ -1669,7 +1674,7 @@ def test_a_row_must_bring_what_its_time_is_worth(row: float, buckets: tuple[int,
     (num_drafts,) = its.choose([request(4)], 0)
     rows = its.costs.step(1, 1, num_drafts) / row
     assert num_drafts and its.price() == pytest.approx((0.0, 0.0 if buckets else rows))
-    its.is_cut, its._kept.price = True, None
+    its.is_cut, its._kept.prices = True, None
     assert its.price().rows == pytest.approx(0.0 if buckets else PATIENCE * rows)
 
 
@@ -1707,6 +1712,25 @@ def test_the_tokens_of_other_requests_wait_for_a_row_too() -> None:
     assert others == pytest.approx(0.75 * choice.tokens)
     assert rows == pytest.approx((fewest + 0.75 * (choice.seconds - fewest)) / 0.1)
     assert choice.seconds > fewest and choice.tokens > 4
+
+
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_a_choice_outlasts_most_of_its_requests_where_the_price_follows_them(is_cut: bool) -> None:
+    """Where the drafter does not end proposals, the last request gets a choice of its own."""
+    its = policy(0.9, row=0.1, step=0.0)
+    its.is_cut, asked = is_cut, [request(4, number) for number in range(4)]
+    assert any(its.choose(asked, 0))
+    kept = its._kept
+    for left in (4, 3, 1):
+        its.choose(asked[:left], 0)
+        assert (its._kept is kept) == (is_cut or left > 1)
+        others, rows = its.price()
+        most = max(kept.choice.num_drafts.values())
+        alone, longer = its.costs.step(left, left, most), kept.choice.seconds - its.costs.step(4, 4, most)
+        if its._kept is kept:
+            assert others == pytest.approx((left - 1) / 4 * kept.choice.tokens)
+            patience = PATIENCE if is_cut else 1.0
+            assert rows == pytest.approx(patience * (alone + (left - 1) / 4 * longer) / 0.1)
 
 
 def test_drafts_that_are_only_compared_have_a_price() -> None:

@@ -23,7 +23,7 @@ LEVELS = (0, 1, 3, 5)
 class FakeRunner:
     """Steps of 1 ms plus 0.1 ms per row, and 0.2 ms per draft; each run advances a fake clock, `now`."""
 
-    on_device, max_model_len = True, 1000
+    on_device, costs_alike, max_model_len = True, False, 1000
 
     def __init__(self, buckets: tuple[int, ...] = (), max_num_seqs: int = 16, slowness: float = 1.0) -> None:
         self.buckets, self.max_num_seqs, self.slowness = buckets, max_num_seqs, slowness
@@ -52,6 +52,17 @@ class FakeRunner:
     def prepare_rows(self, num_rows: int) -> bool:
         self.prepared.append(num_rows)
         return num_rows < self.most_prepared
+
+
+@pytest.mark.parametrize("buckets", [(), (1, 2, 4)])
+def test_many_drafts_take_a_lookup_as_long_as_few(buckets: tuple[int, ...]) -> None:
+    """What follows a pass in which all are verified may take longer. Captured steps are measured as they are."""
+    runner, costs = FakeRunner(buckets), StepCosts(LEVELS, buckets)
+    runner.costs_alike = True
+    profile.measure(runner, costs, clock=lambda: runner.now)
+    for num_requests in (1, 4):
+        assert costs.draft.at(num_requests, 1) == pytest.approx(2e-4)
+        assert costs.draft.at(num_requests, 5) == pytest.approx(1e-3 if buckets else 2e-4)
 
 
 @pytest.mark.parametrize("buckets", [(), (1, 2, 4, 8, 16)])

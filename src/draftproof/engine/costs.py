@@ -328,6 +328,11 @@ class StepCosts:
         of_drafter = self.draft.at(num_requests, num_drafts) / seconds
         return min(UNKNOWN_KIND, UNKNOWN_HOST + UNKNOWN_DRAFTER * of_drafter)
 
+    def num_observed(self, num_requests: int) -> int:
+        """Number of steps of about so many requests that have corrected the costs."""
+        pace = self._paces.get(self._kind(num_requests, num_requests, 0)[0])
+        return 0 if pace is None else pace.num_observed
+
     def observe_drafting(self, step: StepOutcome) -> None:
         """Note what the drafter took in a step that was run."""
         if step.num_asked and step.draft_seconds:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from draftproof.engine.draft_choice import DraftChoice
-from draftproof.engine.interface import RowPrice
 from draftproof.engine.own_number import OwnNumber
 from draftproof.engine.probes import PROBED_STEPS
 from draftproof.engine.progress import Progress
+from draftproof.engine.row_price import RowPrices
 
 # For how long a choice is kept, since making one takes the host as long as a layer or two of a small model. With
 # drafts, while the savings allow it: `ROUNDS_KEPT` steps. Without drafts: `TOLD_KEPT` reported steps, of which there is
@@ -47,7 +47,7 @@ class Kept:
     is_dear: bool = False  # making one takes more than its share of the time
     saved: float = 0.0  # savings when it was made, or went on
     interrupted: Kept | None = None  # for a probe, see `probes.py`: the choice that goes on after it
-    price: RowPrice | None = None  # see `Policy.price`, once it was asked for
+    prices: RowPrices | None = None  # see `Policy.price`, once it was asked for
     num_steps: int = 0
     num_before: int = 0  # steps that it was used for before it was passed on to its requests
     num_probed: int = 0  # the same, before it was last interrupted
@@ -77,11 +77,12 @@ class Kept:
             self.own, self.is_over = None, True
 
     def pass_on(self, asked: list[Progress]) -> None:
-        """Be kept for these requests, as long as for the first, instead of ones that have ended."""
+        """Be kept for these requests, as long as for the first and as many, instead of ones that have ended. All are
+        new, so they get the same number of drafts."""
         self.asked = asked
+        self.num_drafts = [next(iter(self.choice.num_drafts.values()), 0)] * len(asked)
         if self.own is not None:
             self.own.restart()
-            self.num_drafts = list(self.choice.num_drafts.values())
         self.num_told = 0
         self.num_before = self._num_more = self.num_steps
 
@@ -128,7 +129,6 @@ class Kept:
         left = [pair for pair in zip(self.asked, self.num_drafts, strict=True) if id(pair[0]) in ids]
         if len(left) == len(asked) >= self.fewest:
             self.asked, self.num_drafts = [request for request, _ in left], [number for _, number in left]
-            self.price = None
 
     @property
     def is_long(self) -> bool:

@@ -28,6 +28,7 @@ class StepMeter:
         self._runner = runner
         self.num_threads = runner.num_threads
         self.on_device = runner.on_device
+        self.costs_alike = runner.shapes.costs_alike
         self.buckets = runner.shapes.buckets
         self.max_num_seqs = runner.max_num_seqs
         self.max_model_len = runner.max_model_len
