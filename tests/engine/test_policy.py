@@ -874,6 +874,7 @@ def test_the_choice_for_new_requests_is_passed_on_to_the_next(changed: str) -> N
     its.savings, its.is_lookup, its._num_taken = MOST_SAVED, True, MOST_NEW
     its.choose(requests[:2], 0)
     kept, asked = its._kept, requests[2:4]
+    its.price()
     its.verified(requests[0], 8, 8)
     if changed == "over":
         kept.is_over = True
@@ -891,6 +892,7 @@ def test_the_choice_for_new_requests_is_passed_on_to_the_next(changed: str) -> N
     assert (its._kept is kept) == (changed in ("", "ended"))
     if its._kept is kept:
         assert found == kept.num_drafts == [*kept.choice.num_drafts.values()] * 2 and kept.asked == asked
+        assert kept.prices is None, "costs and lengths are others now"
         for number in range(1, ROUNDS_KEPT * kept.longer):
             assert not kept.is_over, number
             its.choose(asked, 0)
@@ -922,7 +924,9 @@ def test_costs_are_corrected_by_fewer_steps_where_choices_are_kept_longer(is_kno
         its.savings = MOST_SAVED
         its.choose([one], 0)
         for _ in range(WELL_KNOWN if is_known else WELL_KNOWN - 9):
-            its.costs.observe(plain_step(1.0))
+            its.costs.observe(StepOutcome(1, 9, 8, 9, 100, 1.0))
+        for _ in range(2 * WELL_KNOWN):
+            its.costs.observe(plain_step(1.0))  # say nothing of those with drafts
         its._kept.longer, seen = longer, list[StepOutcome]()
         its.costs = Observing(its.costs, seen)  # type: ignore[assignment]
         step = StepOutcome(1, 9, 8, 9, 100, 1.0)
@@ -1731,6 +1735,19 @@ def test_a_choice_outlasts_most_of_its_requests_where_the_price_follows_them(is_
             assert others == pytest.approx((left - 1) / 4 * kept.choice.tokens)
             patience = PATIENCE if is_cut else 1.0
             assert rows == pytest.approx(patience * (alone + (left - 1) / 4 * longer) / 0.1)
+
+
+def test_the_last_of_many_requests_make_no_probe() -> None:
+    """Steps of one tell little of the steps of four."""
+    its = policy(0.9, row=0.1, step=0.0)
+    its.is_lookup = its.is_cut = its.probes = True
+    asked = [request(4, number) for number in range(4)]
+    assert any(its.choose(asked, 0))
+    kept = its._kept
+    kept.num_steps = 100_000
+    for left in (1, 4):
+        kept.asked, kept.num_drafts = asked[:left], [8] * left
+        assert its._probing(kept).is_probe == (left == 4)
 
 
 def test_drafts_that_are_only_compared_have_a_price() -> None:

@@ -71,7 +71,7 @@ def test_a_decode_step_with_a_drafter_of_ours_is_two_programs(num_drafts: int) -
         assert isinstance(runner, ModelRunner)
         shape = BatchShape.decoding(1, 1 + num_drafts, num_drafts)
         number = runner.graphs.holds(("verify", 1, 1 + num_drafts, 1 + num_drafts, 0))
-        assert number and runner.graphs.holds(("draft", shape, number, True))
+        assert number and runner.graphs.holds(("drafting", shape, number, True))
 
 
 ASKING = {
@@ -259,7 +259,7 @@ def test_suffix_drafting_is_recorded() -> None:
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     llm.generate([PROMPTS[0]] * 3, params, use_tqdm=False)
     keys = llm.engine.runner.graphs.recorded_keys()  # type: ignore[attr-defined]
-    assert any(key[0] == "draft" and key[1].num_drafts for key in keys), keys
+    assert any(key[0] == "drafting" and key[1].num_drafts for key in keys), keys
     assert llm.stats.speculation.num_accepted_tokens
 
 

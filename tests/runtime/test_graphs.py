@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import weakref
 from functools import partial
 
 import pytest
@@ -246,6 +247,42 @@ def test_a_function_cannot_run_one_that_would_write_over_its_memory(library: nat
     with pytest.raises(AssertionError, match="would write over"):
         recorded.prepare(("both", 2), whole, (rows(0),))
     assert library.recorder is None
+
+
+def test_a_function_cannot_pass_results_on_to_another_of_their_kind(library: native.Library) -> None:
+    """It would read them where it writes."""
+    ops, recorded = select(torch.device("cpu"), library), Recorded(library)
+
+    def whole(x_TH: Tensor) -> tuple[Tensor, ...]:
+        given = recorded.run(("part", 1), lambda x_TH: (ops.concat((x_TH, x_TH)),), (x_TH,))
+        return recorded.run(("part", 2), lambda x_TH: (ops.silu_mul(x_TH),), given)
+
+    with pytest.raises(AssertionError, match="returned is given"):
+        recorded.prepare(("whole",), whole, (rows(0),))
+
+
+def test_a_part_that_was_evicted_keeps_the_memory_that_a_program_copies_to(
+    library: native.Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the program would write into whatever has that memory now."""
+    ops, recorded = select(torch.device("cpu"), library), Recorded(library)
+    inputs: list[weakref.ref[Tensor]] = []
+
+    def part(x_TH: Tensor) -> tuple[Tensor, ...]:
+        inputs.append(weakref.ref(x_TH))
+        return (ops.silu_mul(x_TH),)
+
+    def whole(x_TH: Tensor) -> tuple[Tensor, ...]:
+        return recorded.run(("part",), part, (ops.concat((x_TH,)),))
+
+    monkeypatch.setattr(graphs, "MOST_PROGRAMS", 2)
+    recorded.prepare(("part",), part, (rows(9),))
+    recorded.prepare(("whole",), whole, (rows(0),))
+    recorded.prepare(("other",), lambda x_TH: (ops.silu_mul(x_TH),), (rows(0),))
+    assert recorded.holds(("whole",)) and not recorded.holds(("part",))
+    assert inputs[-1]() is not None
+    (out,) = recorded.run(("whole",), whole, (rows(5),))
+    assert torch.equal(out, ops.silu_mul(rows(5)))
 
 
 def test_what_is_prepared_or_asked_for_at_once_is_recorded_at_once(library: native.Library) -> None:

@@ -42,9 +42,9 @@ MOST_SAVED = 30.0
 STAKE = 0.6
 LOOKUP_ALLOWANCE = 1.0  # the budget of lookups at the start: of their drafts comparisons tell as well
 EARNED = 10.0  # savings from which drafts are believed to pay
-# Only one in so many steps with drafts corrects the costs, unless savings are low, and fewer where choices are kept
-# longer, once as many steps have corrected them. While a choice's reports may wait, only one in so many is reported,
-# and stands for all of them. Example: one in 128 from the start. After 2,000 steps of four requests 12 more rows were
+# Only one in so many steps with drafts corrects the costs, unless savings are low; fewer where choices are kept longer,
+# once `WELL_KNOWN` have corrected them. While a choice's reports may wait, only one in so many is reported, and stands
+# for all of them. Example: one in 128 from the start. After 2,000 steps of four requests 12 more rows were
 # expected to take 1.57 of a plain step, as in the first texts; 1.38 is right, and now expected after 200.
 OBSERVED_EVERY = 8
 WELL_KNOWN = 64
@@ -186,7 +186,8 @@ class AutoPolicy:
         return True
 
     def _renew(self, kept: Kept) -> None:
-        """Let the number of drafts of a choice that goes on depend on what is known now."""
+        """Let the number and the price of drafts of a choice that goes on depend on what is known now."""
+        kept.prices = None
         if kept.own is not None:
             kept.own.renew(len(kept.asked[0].tokens), self._most_lost(kept.choice, kept.longer))
 
@@ -243,12 +244,14 @@ class AutoPolicy:
         """The probe that interrupts this choice, if one is due. `is_new`: some of its requests have not decoded, and
         steps after prompts are not typical. There a few steps come first: all may be too many, since requests end."""
         may_probe = self.probes and bool(kept.choice.num_drafts) and not kept.num_others
-        if not may_probe or not self._probes.is_due(kept.choice, len(kept.asked), kept.num_unprobed):
+        # with few left, steps are not like those of the choice
+        may_probe = may_probe and len(kept.asked) >= LEAST_LEFT * kept.num_made
+        if not may_probe or not self._probes.is_due(kept.choice, kept.num_made, kept.num_unprobed):
             return kept
         if is_new:
             kept.hurry()
             return kept
-        self._probes.start(len(kept.asked))
+        self._probes.start(kept.num_made)
         return kept.probe(self._longest(kept))
 
     def _after_probe(self, kept: Kept) -> Kept:
@@ -344,7 +347,7 @@ class AutoPolicy:
             longer = min(longer, int(affordable))
         # Where steps are captured the time of a choice hardly counts, and another number of requests has other levels.
         # Where the drafter ends proposals itself, the price is that of those that are left.
-        left = 1.0 if self.costs.is_padded else 0.0 if self.is_cut and choice.num_drafts else LEAST_LEFT
+        left = 1.0 if self.costs.is_padded else 0.0 if self.is_cut and all(num_drafts) else LEAST_LEFT
         fewest = len(asked) * left
         num_made = len(asked) + num_others
         kept = Kept(
@@ -403,8 +406,7 @@ class AutoPolicy:
         kept, self._kept = self._kept, None
         if kept is None:
             return
-        num_requests = len(kept.asked) + kept.num_others
-        self._probes.count(num_requests, kept.num_unprobed, has_drafts=bool(kept.choice.num_drafts))
+        self._probes.count(kept.num_made, kept.num_unprobed, has_drafts=bool(kept.choice.num_drafts))
         for request, number in zip(kept.asked, kept.num_drafts, strict=True):
             if not number:
                 request.records[self.number].fade(kept.num_steps - kept.num_before)

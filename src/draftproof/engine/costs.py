@@ -329,9 +329,10 @@ class StepCosts:
         return min(UNKNOWN_KIND, UNKNOWN_HOST + UNKNOWN_DRAFTER * of_drafter)
 
     def num_observed(self, num_requests: int) -> int:
-        """Number of steps of about so many requests that have corrected the costs."""
-        pace = self._paces.get(self._kind(num_requests, num_requests, 0)[0])
-        return 0 if pace is None else pace.num_observed
+        """Number of steps with drafts, of about so many requests, that have corrected the costs."""
+        about_as_many, _ = self._kind(*self._filled(num_requests, num_requests, 0))
+        pace = self._paces.get(about_as_many)
+        return 0 if pace is None else pace.num_drafting
 
     def observe_drafting(self, step: StepOutcome) -> None:
         """Note what the drafter took in a step that was run."""

@@ -24,7 +24,9 @@ PLAIN_EVERY = 8
 # for four of those.
 RESTING_EVERY = 4 * PLAIN_EVERY
 MOST_KEPT, FIRST_KEPT = 16, 2
-LEAST_LEFT = 0.5  # share of the requests that a choice was made for, with which it is still kept
+# Share of the requests that a choice was made for, with which it is still kept, where the drafter does not end
+# proposals itself.
+LEAST_LEFT = 0.5
 
 
 @dataclass(slots=True)

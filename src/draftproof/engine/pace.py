@@ -37,7 +37,7 @@ class Pace:
     means: list[float] = field(default_factory=lambda: [0.0])
     covariances: list[list[float]] = field(default_factory=lambda: [[UNKNOWN_PACE**2]])
     noise: float = FIRST_NOISE**2
-    num_observed: int = 0
+    num_drafting: int = 0  # steps of other kinds than the baseline
     _places: dict[int, int] = field(default_factory=dict)
     _unknown: list[float] = field(default_factory=lambda: [UNKNOWN_PACE])  # standard deviations of the priors
 
@@ -70,7 +70,7 @@ class Pace:
         met may not be met because of their corrections, so these decay. Else they are kept: a kind that comes by
         chance, now and then, would seem slow each time, and with it the machine. `unknown`: standard deviation of the
         prior of the kind's correction."""
-        self.num_observed += 1
+        self.num_drafting += kind != 0
         weights = self._weights(kind, doublings, unknown)
         self.covariances[0][0] += DRIFT**2
         if is_alternative:

@@ -226,12 +226,12 @@ def _take(found: Mapping[StepSize, tuple[float, float]], runner: Measured, costs
     verifies = {s.num_requests * (1 + s.num_drafts): t for s, (t, _) in alone.items() if s.num_drafts}
     costs.target = Curve(_growing(plain if costs.is_padded else {**verifies, **plain}))
     for (num_requests, _, num_drafts, _), (target, draft) in alone.items():
-        is_known = runner.costs_alike and not costs.is_padded and num_requests in costs.draft.by_requests
-        if num_drafts and runner.on_device and not is_known:
+        is_alike = runner.costs_alike and not costs.is_padded
+        if num_drafts and runner.on_device and not (is_alike and num_requests in costs.draft.by_requests):
             if costs.is_padded:
                 # one graph: its time beyond a plain pass of as many rows is attributed to the draft pass
                 draft = target - costs.target.at(num_requests * (1 + num_drafts))
-            costs.draft.set(num_requests, num_drafts, draft)
+            costs.draft.set(num_requests, costs.levels[-1] if is_alike else num_drafts, draft)
     _take_context(found, costs)
 
 

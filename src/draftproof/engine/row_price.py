@@ -21,8 +21,8 @@ class RowPrices:
     that takes a tenth of a small model's step. Seconds are those of a step of one request and of one of all, and linear
     between the two.
 
-    `fewest`: without drafts; `more`: with `most` for one request, since few have some in the same step and rows beyond
-    are dearer; `longer`: what drafts add to a step on average; `tokens`: that a step of all brings."""
+    `fewest`: of a step that verifies none; `more`: of one that verifies `most` of one request, since few have some in
+    the same step and rows beyond are dearer; `longer`: what drafts add to a step on average; `tokens`: that a step of all brings."""
 
     num_made: int
     fewest: tuple[float, float]

@@ -275,7 +275,7 @@ class ModelRunner:
         is_watched = any(sandbox.must_watch for sandbox in asked)
         if is_watched or not self.on_device:
             number = 0
-        key = "draft", shape, number, drafter is self.drafter
+        key = "drafting", shape, number, drafter is self.drafter
         closed, faults = (graphs if number else EAGER).run(key, draft, (), at_once=always)
         if faults:
             launched.fail(faults)

@@ -3,7 +3,7 @@
 `Graphs.run(key, function, inputs)` returns `function(*inputs)`. The caller guarantees that equal keys mean the same
 function and inputs of the same shapes. A key is a tuple. The result may be overwritten by the next run of any key with
 the same first element, or of a function that runs some of the same parts through the service; other runs leave it
-intact.
+intact. So it is no input of such a run, and no function runs one whose key begins as its own.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ Key = tuple[Hashable, ...]
 MOST_PROGRAMS = 256
 MOST_MET = 4096  # keys whose runs are counted
 OFTEN = 3  # runs until an unprepared function is recorded, which takes longer than a few runs
-MOST_BYTES = 1 << 30  # of recordings' own memory
+MOST_BYTES = (
+    1 << 30
+)  # of recordings' own memory: copies of inputs, on a GPU also what graphs add to their pool
 # Operators that may occur between recorded ones: allocations and views.
-_ALLOCATING = {"empty", "new_empty", "empty_like"}
+_ALLOCATING = {"empty", "new_empty", "empty_like", "empty_strided"}
 _HARMLESS = {
     *_ALLOCATING,
     "view",
@@ -41,7 +43,7 @@ _HARMLESS = {
     "alias",
     "detach",
 }
-_HARMLESS |= {"_unsafe_view", "unsqueeze", "squeeze", "t", "unbind", "as_strided", "expand", "empty_strided"}
+_HARMLESS |= {"_unsafe_view", "unsqueeze", "squeeze", "t", "unbind", "as_strided", "expand"}
 
 
 def never() -> bool:
@@ -265,7 +267,7 @@ class Recorded:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that programs keep: what their calls write to, and copies of their inputs."""
+        """Memory of all recordings: what their calls write to, which grows with the largest, and copies of inputs."""
         return self._table.num_bytes + sum(scratch.num_bytes for scratch in self._scratches.values())
 
     def holds(self, key: Key) -> int:
@@ -289,8 +291,9 @@ class Recorded:
         """Run a function called by one that is being recorded; a recorded program is included as it is."""
         if not all(given.is_contiguous() for given in inputs):
             return function(*inputs)
-        entry = self._table.get(key)
-        with recorder.using(self._scratches[key[0]]):
+        entry, scratch = self._table.get(key), self._scratches[key[0]]
+        assert not any(map(scratch.has, inputs)), "what a run of this kind returned is given to another one"
+        with recorder.using(scratch):
             statics = tuple(torch.empty_like(given) for given in inputs) if entry is None else entry.inputs
             for static, given in zip(statics, inputs, strict=True):
                 self._library.copy(static, given)
@@ -313,7 +316,7 @@ class Recorded:
         outputs = function(*static)
         if recorder.num_others > num_others:
             return outputs
-        program = recorder.program(start)
+        program = recorder.program(static, start)
         if num_bytes <= MOST_BYTES:
             self._table.put(key, _Entry(static, outputs, program, num_bytes, next(self._numbers)))
             self._table.met_anew(key)

@@ -119,7 +119,7 @@ class Recorder:
         self.num_others = 0
         self._dll = dll
         self._scratches: list[Scratch] = []  # one for each function that is running; the innermost last
-        self._kept: list[object] = []  # what calls write to besides
+        self._kept: list[object] = []  # besides: whatever has memory that calls read or write
 
     @contextlib.contextmanager
     def using(self, scratch: Scratch) -> Iterator[None]:
@@ -145,9 +145,9 @@ class Recorder:
         """The current place in the recording, for `program`."""
         return len(self.calls)
 
-    def program(self, start: int = 0) -> Program:
-        """The program of the calls recorded since `start`."""
-        return Program(self._dll, self.calls[start:], (*self._scratches, *self._kept))
+    def program(self, inputs: Sequence[Tensor], start: int = 0) -> Program:
+        """The program of the calls recorded since `start`, which read `inputs`."""
+        return Program(self._dll, self.calls[start:], (*self._scratches, *self._kept, *inputs))
 
     def take_over(self, program: Program) -> None:
         """Run a program and append its calls to the recording."""
@@ -161,7 +161,7 @@ class Program:
 
     def __init__(self, dll: ctypes.CDLL, calls: list[tuple[str, int, bytes]], kept: Sequence[object]) -> None:
         self.calls = calls
-        self._kept = kept  # alive, since calls write to it
+        self._kept = kept  # alive, since calls read and write its memory
         self._dll = dll
         self._replay = dll.dp_replay
         self._replay.argtypes = [ctypes.c_void_p, ctypes.c_int64]
@@ -175,7 +175,8 @@ class Program:
         self._replay(self._table, len(self.calls))
 
     def part(self, names: Sequence[str]) -> Program:
-        """A program of only the calls of the named C functions, for measurements."""
+        """A program of only the calls of the named C functions, for measurements. They read what later calls have left in
+        their memory, so none may read indices from there."""
         return Program(self._dll, [call for call in self.calls if call[0] in names], self._kept)
 
 

@@ -33,19 +33,24 @@ class Scratch:
 
     def like(self, given: Tensor) -> Tensor:
         """A tensor like this contiguous one on the CPU, with undefined contents. Its memory is free again once nobody
-        holds it or a view of it."""
+        holds it or a view of it, at the latest when the next recording begins."""
         num_bytes = given.nbytes
         if not num_bytes:
             return given
-        size = (
-            1 << (num_bytes - 1).bit_length()
-        )  # few sizes, so that passes with other numbers of rows share them
+        # few sizes, so that passes with other numbers of rows share them
+        size = 1 << (num_bytes - 1).bit_length()
         free = self._free[size]
         memory = free.pop() if free else self._new(size)
         first = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % CACHE_LINE
         block = (ctypes.c_char * num_bytes).from_buffer(memory, first)
         weakref.finalize(block, free.append, memory).atexit = False
         return torch.frombuffer(block, dtype=given.dtype).view(given.shape)
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in this memory."""
+        at = tensor.data_ptr()
+        each = (memory for buffers in self._buffers.values() for memory in buffers)
+        return any(0 <= at - ctypes.addressof(ctypes.c_char.from_buffer(m)) < len(m) for m in each)
 
     def _new(self, size: int) -> bytearray:
         memory = bytearray(size + CACHE_LINE)
