@@ -22,7 +22,8 @@ class RowPrices:
     between the two.
 
     `fewest`: of a step that verifies none; `more`: of one that verifies `most` of one request, since few have some in
-    the same step and rows beyond are dearer; `longer`: what drafts add to a step on average; `tokens`: that a step of all brings."""
+    the same step and rows beyond are dearer; `longer`: what drafts add to a step on average; `tokens`: that a step of
+    all brings."""
 
     num_made: int
     fewest: tuple[float, float]

@@ -175,8 +175,8 @@ class Program:
         self._replay(self._table, len(self.calls))
 
     def part(self, names: Sequence[str]) -> Program:
-        """A program of only the calls of the named C functions, for measurements. They read what later calls have left in
-        their memory, so none may read indices from there."""
+        """A program of only the calls of the named C functions, for measurements. They read what later calls have left
+        in their memory, so none may read indices from there."""
         return Program(self._dll, [call for call in self.calls if call[0] in names], self._kept)
 
 
