@@ -28,9 +28,8 @@ Key = tuple[Hashable, ...]
 MOST_PROGRAMS = 256
 MOST_MET = 4096  # keys whose runs are counted
 OFTEN = 3  # runs until an unprepared function is recorded, which takes longer than a few runs
-MOST_BYTES = (
-    1 << 30
-)  # of recordings' own memory: copies of inputs, on a GPU also what graphs add to their pool
+# Recordings' own memory: copies of inputs, on a GPU also what graphs add to their pool.
+MOST_BYTES = 1 << 30
 # Operators that may occur between recorded ones: allocations and views.
 _ALLOCATING = {"empty", "new_empty", "empty_like", "empty_strided"}
 _HARMLESS = {
