@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ import torch
 from bench.mixed import Turn, Way
 from draftproof import LLM, SamplingParams, assets
 from draftproof.bench.compare import compare
-from draftproof.bench.internals import steps_of
+from draftproof.bench.internals import drafter_of, steps_of
 from draftproof.engine.runner import ModelRunner
 from draftproof.runtime.graphs import Captured
 from tests.gpu.settings import random_prompts
@@ -53,7 +53,7 @@ def params_of(count: int) -> list[SamplingParams]:
     ]
 
 
-def keys_of(llm: LLM, kind: str) -> list[Any]:
+def keys_of(llm: LLM, kind: Hashable) -> list[Any]:
     """Keys of the graphs of one kind that were captured during steps."""
     graphs = llm.engine.runner.graphs  # type: ignore[attr-defined]
     assert isinstance(graphs, Captured)
@@ -78,7 +78,8 @@ def test_requests_that_come_one_by_one_get_what_they_get_without_graphs(
     # few graphs were captured: one of the layers for each size, and one for each number of drafting requests
     assert len(targets) <= 20 and all(num_rows == most for _, num_rows, most, _ in targets)
     if captured.num_speculative_tokens:
-        assert 0 < len(keys_of(captured, "feed")) <= 20 and 0 < len(keys_of(captured, "draft")) <= 9
+        fed, drafted = (keys_of(captured, (part, drafter_of(captured))) for part in ("feed", "draft"))
+        assert 0 < len(fed) <= 20 and 0 < len(drafted) <= 9
     assert captured.stats.num_drafter_faults == 0
 
 
