@@ -169,7 +169,7 @@ def test_fp16_runs_on_compiled_operators_alone() -> None:
     _, llm = run(mixture(), dtype="float16", **drafting("eagle3"))
     parts = llm.engine.runner
     assert isinstance(parts.backend, CompiledAttention) and isinstance(parts.graphs, Recorded)
-    assert {key[0] for key in parts.graphs.recorded_keys()} >= {"verify", "draft"}
+    assert {key[0] for key in parts.graphs.recorded_keys()} >= {"verify", "drafting"}
     assert max(parts.graphs._table._num_met.values(), default=0) < OFTEN, (
         "what came often could not be recorded"
     )
