@@ -14,7 +14,7 @@ from torch import Tensor
 from draftproof.kernels.ops import Ops, select
 from draftproof.runtime import graphs, native
 from draftproof.runtime.graphs import OFTEN, Recorded, always
-from draftproof.runtime.scratch import CACHE_LINE
+from draftproof.runtime.room import CACHE_LINE
 
 
 def rows(seed: int, count: int = 3) -> Tensor:

@@ -34,8 +34,8 @@ inline void parallel(int64_t members, int64_t count, Body&& body) {
 constexpr int64_t BLOCKS_EACH = 32;
 
 // body(from, to) over ranges of [0, count), of at least `least` indices unless that leaves fewer ranges than members;
-// as many for each member, since three ranges keep two members as busy as four. Example: 100 over 2 members -> 64 ranges
-// of 1 or 2; with least = 20 -> 4 of 25; with least = 30 or 80 -> 2 of 50.
+// as many for each member, since with three ranges one of two members waits while the other computes the last. Example:
+// 100 over 2 members -> 64 ranges of 1 or 2; with least = 20 -> 4 of 25; with least = 30 or 80 -> 2 of 50.
 template <class Body>
 inline void parallel_ranges(int64_t members, int64_t count, int64_t least, Body&& body) {
     if (members <= 1) {

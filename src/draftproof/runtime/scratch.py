@@ -9,7 +9,7 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
-CACHE_LINE = 64
+from draftproof.runtime.room import CACHE_LINE
 
 
 class Scratch:
