@@ -57,7 +57,7 @@ def test_the_least_recently_used_program_gives_way_and_may_come_again(
     library: native.Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ops, recorded = select(torch.device("cpu"), library), Recorded(library)
-    monkeypatch.setattr(graphs, "MOST_PROGRAMS", 2)
+    recorded._table.most = 2
     for count in (1, 2):
         often(recorded, ops, count)
     number = recorded.holds(("rows", 2))
@@ -99,7 +99,7 @@ def test_what_cannot_be_recorded_takes_nobodys_place(
 ) -> None:
     """Nor is it tried again and again, nor are keys kept without end."""
     ops, recorded = select(torch.device("cpu"), library), Recorded(library)
-    monkeypatch.setattr(graphs, "MOST_PROGRAMS", 2)
+    recorded._table.most = 2
     often(recorded, ops, 1)
     tried = []
 
@@ -205,7 +205,7 @@ def test_memory_that_programs_share_counts_once_and_as_long_as_one_is_there(
     for number in range(3):
         assert recorded.prepare(("whole", number), whole, (rows(0, 1),))
         assert recorded.num_bytes == (number + 1) * 64 * 4 + held(64, 32, 64)
-    monkeypatch.setattr(graphs, "MOST_PROGRAMS", 2)
+    recorded._table.most = 2
     assert recorded.prepare(("rows", 1), lambda x_TH: (ops.silu_mul(x_TH),), (rows(0, 1),))
     assert recorded.recorded_keys() == [("whole", 2), ("rows", 1)]
     assert recorded.num_bytes == 2 * 64 * 4 + held(64, 32, 64, 32), (
@@ -275,7 +275,7 @@ def test_a_part_that_was_evicted_keeps_the_memory_that_a_program_copies_to(
     def whole(x_TH: Tensor) -> tuple[Tensor, ...]:
         return recorded.run(("part",), part, (ops.concat((x_TH,)),))
 
-    monkeypatch.setattr(graphs, "MOST_PROGRAMS", 2)
+    recorded._table.most = 2
     recorded.prepare(("part",), part, (rows(9),))
     recorded.prepare(("whole",), whole, (rows(0),))
     recorded.prepare(("other",), lambda x_TH: (ops.silu_mul(x_TH),), (rows(0),))

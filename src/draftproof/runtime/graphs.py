@@ -25,7 +25,11 @@ from draftproof.runtime.scratch import Scratch
 T = TypeVar("T")  # what a function returns: tensors, or an object that holds them
 E = TypeVar("E", bound="_Kept")
 Key = tuple[Hashable, ...]
-MOST_PROGRAMS = 256
+MOST_GRAPHS = 256
+# Recorded programs are small, since they share their memory, and where drafts differ in number from request to request
+# passes have many sizes. Example: 16 requests of which some have ended, with up to 16 drafts each: 250 sizes came in 20
+# texts, with two programs each. When only 256 programs were kept, every sixth of those steps had to be recorded again.
+MOST_PROGRAMS = 1024
 MOST_MET = 4096  # keys whose runs are counted
 OFTEN = 3  # runs until an unprepared function is recorded, which takes longer than a few runs
 # Recordings' own memory: copies of inputs, on a GPU also what graphs add to their pool.
@@ -111,13 +115,14 @@ class _Kept(Protocol):
 class _Table(Generic[E]):
     """Recordings, and run counts of functions not recorded.
 
-    Beyond `MOST_PROGRAMS` entries or `MOST_BYTES` the least recently used entry is evicted. Pinned entries are never
+    Beyond `most` entries or `MOST_BYTES` the least recently used entry is evicted. Pinned entries are never
     evicted and not counted.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
         self.num_bytes = 0
         self.num_warming = 0
+        self.most = most
         self._entries: dict[Key, E] = {}
         self._num_gets = 0
         self._pinned: dict[Key, E] = {}
@@ -146,7 +151,7 @@ class _Table(Generic[E]):
         self._entries[key] = entry
         self._use(entry)
         self.num_bytes += entry.num_bytes
-        while len(self._entries) > MOST_PROGRAMS or self.num_bytes > MOST_BYTES:
+        while len(self._entries) > self.most or self.num_bytes > MOST_BYTES:
             self._let_go()
 
     def _let_go(self) -> None:
@@ -221,7 +226,7 @@ class Recorded:
     def __init__(self, library: Library) -> None:
         self.latest = 0
         self._library = library
-        self._table: _Table[_Entry] = _Table()
+        self._table: _Table[_Entry] = _Table(MOST_PROGRAMS)
         self._numbers = itertools.count(1)
         # By the first element of a key: recordings that share one may overwrite each other's results.
         self._scratches: dict[Hashable, Scratch] = defaultdict(Scratch)
@@ -356,7 +361,7 @@ class Captured:
 
     def __init__(self) -> None:
         self.latest = 0
-        self._table: _Table[_Capture] = _Table()
+        self._table: _Table[_Capture] = _Table(MOST_GRAPHS)
         self._numbers = itertools.count(1)
         self._is_capturing = False
         # Memory pools by the first element of a key: graphs that share one may overwrite each other's results.
