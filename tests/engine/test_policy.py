@@ -22,6 +22,7 @@ from draftproof.engine.acceptance import (
 from draftproof.engine.auto_policy import (
     ALLOWANCE,
     EARNED,
+    HARDLY_KNOWN,
     INCOME,
     LOOKUPS_EVERY,
     MORE_OFTEN,
@@ -66,7 +67,7 @@ from draftproof.engine.kept_choice import (
 from draftproof.engine.policy import FixedPolicy
 from draftproof.engine.probes import FEWEST_APART, PROBED_SHARE, PROBED_STEPS, Probes
 from draftproof.engine.progress import Progress
-from draftproof.engine.row_price import PATIENCE
+from draftproof.engine.row_price import LOOKED_AT, PATIENCE
 from draftproof.engine.shadows import Comparison
 from tests.engine.test_scheduler import request
 
@@ -1705,6 +1706,18 @@ def test_a_draft_costs_what_few_rows_more_cost_whether_drafts_are_verified_or_co
     assert its.price().rows == pytest.approx((1.0 + 0.75 * longer) / 0.01)
 
 
+@pytest.mark.parametrize(("num_requests", "is_paid"), [(1, True), (4, False)])
+def test_others_pay_for_what_the_first_draft_of_a_step_takes(num_requests: int, is_paid: bool) -> None:
+    """Where no drafts are made too, else none would be left to be compared."""
+    its = policy(0.0, row=0.0, step=0.0)
+    most = its.costs.levels[LOOKED_AT - 1]
+    its.costs.target = Curve({num_requests: 1.0, num_requests + 1: 1.5, num_requests + 51: 2.0})
+    asked = [request(4, number) for number in range(num_requests)]
+    assert not any(its.choose(asked, 0))
+    row = (0.5 + 0.01 * (most - 1)) / most if is_paid else 0.01
+    assert its.price().rows == pytest.approx(1.0 / row)
+
+
 def test_the_tokens_of_other_requests_wait_for_a_row_too() -> None:
     """Three of four requests are others: their tokens count, and the time without one request's drafts."""
     its = policy(0.9, row=0.1, step=0.0)
@@ -1716,6 +1729,24 @@ def test_the_tokens_of_other_requests_wait_for_a_row_too() -> None:
     assert others == pytest.approx(0.75 * choice.tokens)
     assert rows == pytest.approx((fewest + 0.75 * (choice.seconds - fewest)) / 0.1)
     assert choice.seconds > fewest and choice.tokens > 4
+
+
+@pytest.mark.parametrize(
+    ("is_cut", "num_new", "is_kept"), [(True, 1, True), (True, 2, True), (True, 3, False), (False, 1, False)]
+)
+def test_a_request_takes_the_place_of_one_that_has_ended(is_cut: bool, num_new: int, is_kept: bool) -> None:
+    """With the most drafts that one has, where that is but a limit: if most of the others are the same."""
+    its = policy(0.9, row=0.1, step=0.0)
+    its.is_cut, asked = is_cut, [request(4, number) for number in range(4)]
+    assert all(its.choose(asked, 0))
+    kept = its._kept
+    kept.num_drafts = [1, 2, 3, 1]
+    now = [*asked[num_new:], *(request(4, 4 + number) for number in range(num_new))]
+    found = its.choose(now, 0)
+    assert (its._kept is kept) == is_kept
+    if is_kept:
+        assert found == [*[1, 2, 3, 1][num_new:], *[3] * num_new]
+        assert its.choose([*now, request(4, 9)], 0) and its._kept is not kept, "more than it was made for"
 
 
 @pytest.mark.parametrize("is_cut", [True, False])
@@ -1851,6 +1882,11 @@ def test_at_low_savings_a_lookup_s_steps_are_told_of_sooner(share: float, saving
     its = looking_up(share)
     its.savings = savings
     assert any(its.choose([request(4, 1)], 0)) == (share > 0)
+    assert its.report_every == 1, "the first steps each correct the costs"
+    for _ in range(HARDLY_KNOWN):
+        its.costs.observe(StepOutcome(1, 9, 8, 5, 4, 1.5))
+    its._let_go()
+    its.choose([request(4, 1)], 0)
     assert its.report_every == every
 
 

@@ -48,6 +48,9 @@ EARNED = 10.0  # savings from which drafts are believed to pay
 # expected to take 1.57 of a plain step, as in the first texts; 1.38 is right, and now expected after 200.
 OBSERVED_EVERY = 8
 WELL_KNOWN = 64
+# So many of the first each correct them. Example: two of the first 130 steps of 16 requests did, one of which took a
+# quarter longer than others of its size. From then on drafts seemed not to pay, and nothing was to tell that they do.
+HARDLY_KNOWN = 8
 CHOOSING_SHARE = 0.005
 # While reports must not wait, so many steps of lookups are reported together: to take one in takes a tenth of a small
 # model's step, and steps in which a lookup has no drafts lose little.
@@ -188,6 +191,7 @@ class AutoPolicy:
     def _renew(self, kept: Kept) -> None:
         """Let the number and the price of drafts of a choice that goes on depend on what is known now."""
         kept.prices = None
+        kept.report_every = self._report_every(kept)
         if kept.own is not None:
             kept.own.renew(len(kept.asked[0].tokens), self._most_lost(kept.choice, kept.longer))
 
@@ -361,14 +365,11 @@ class AutoPolicy:
             num_made,
             fewest,
             share=self.acceptance.share,
+            admits=self.is_cut and bool(choice.num_drafts),
             is_dear=round(enough) > 1,
             saved=self.savings,
         )
-        if may_wait:
-            kept.report_every = OBSERVED_EVERY * (2 if self.is_lookup and kept.is_long else 1)
-        elif self.is_lookup and choice.num_drafts:
-            # not without: then these are only the steps whose drafts are compared, and each tells something
-            kept.report_every = LOOKUPS_EVERY
+        kept.report_every = self._report_every(kept)
         is_verified_whole = not (self.is_lookup or self._gives_less or self.costs.is_padded)
         if may_wait and num_made == 1 and is_verified_whole:
             most_lost = self._most_lost(choice, longer)
@@ -377,6 +378,15 @@ class AutoPolicy:
                 self.chooser, choice, self._persistence, context, most_lost, self._least_speedup
             )
         return kept
+
+    def _report_every(self, kept: Kept) -> int:
+        """One in so many steps of this choice is reported."""
+        if kept.choice.num_drafts and self.costs.num_observed(kept.num_made) < HARDLY_KNOWN:
+            return 1
+        if kept.may_wait:
+            return OBSERVED_EVERY * (2 if self.is_lookup and kept.is_long else 1)
+        # without drafts these are only the steps whose drafts are compared, and each tells something
+        return LOOKUPS_EVERY if self.is_lookup and kept.choice.num_drafts else 1
 
     def _report(self, take: Callable[..., None], *given: Any) -> None:
         """Note what `take(*given)` takes in before the next choice."""
@@ -450,7 +460,9 @@ class AutoPolicy:
             return RowPrice()
         if kept.prices is None:
             length = sum(len(request.tokens) for request in kept.asked) / len(kept.asked)
-            kept.prices = row_prices(self.costs, kept.choice, kept.num_made, length, is_cut=self.is_cut)
+            kept.prices = row_prices(
+                self.costs, kept.choice, kept.num_made, length, kept.share, is_cut=self.is_cut
+            )
         return kept.prices.at(len(kept.asked) + kept.num_others)
 
     def will_draft(self, request: Progress, num_others: int, num_lost: int = 0) -> bool:
@@ -578,8 +590,7 @@ class AutoPolicy:
                     self._shadow_turns.took(step.seconds / plain - 1.0)
                 continue
             self._num_unobserved += num_steps
-            is_known = self.costs.num_observed(step.num_requests) >= WELL_KNOWN
-            every = OBSERVED_EVERY * (kept.longer if kept is not None and is_known else 1)
+            every = self._observed_every(self.costs.num_observed(step.num_requests))
             is_rare = step.is_plain or step.is_shadow
             is_due = is_rare or self.savings < ALLOWANCE or self._num_unobserved >= every
             if is_due and step.is_typical and (self.is_lookup or not step.is_last):
@@ -587,6 +598,13 @@ class AutoPolicy:
                 self.costs.observe(step)
             if not is_rare:
                 self._save(num_steps * (step.tokens_per_request - self._longer(step)))
+
+    def _observed_every(self, num_observed: int) -> int:
+        """One in so many steps with drafts corrects the costs, after so many have."""
+        if num_observed < HARDLY_KNOWN:
+            return 1
+        is_known = num_observed >= WELL_KNOWN
+        return OBSERVED_EVERY * (self._kept.longer if self._kept is not None and is_known else 1)
 
     def _fade(self, num_steps: float) -> None:
         """Let what is known of acceptance fade by steps without drafts: by fewer if drafts are seldom compared, since

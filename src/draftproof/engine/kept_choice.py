@@ -25,7 +25,7 @@ PLAIN_EVERY = 8
 RESTING_EVERY = 4 * PLAIN_EVERY
 MOST_KEPT, FIRST_KEPT = 16, 2
 # Share of the requests that a choice was made for, with which it is still kept, where the drafter does not end
-# proposals itself.
+# proposals itself. And share of those that it goes on with, where others take the place of those that have ended.
 LEAST_LEFT = 0.5
 
 
@@ -33,7 +33,8 @@ LEAST_LEFT = 0.5
 class Kept:
     """A choice that is kept for some steps: the requests it was made for, and the drafts of each. `is_first`: for these
     requests. `longer`: how many times as long it is kept as one that takes no time. `may_wait`: whether reports of its
-    steps are taken in only afterwards, since the savings last until then whatever the reports say."""
+    steps are taken in only afterwards, since the savings last until then whatever the reports say. `admits`: others may
+    take the place of requests that have ended, since the number of drafts is but a limit."""
 
     asked: list[Progress]
     num_others: int
@@ -46,6 +47,7 @@ class Kept:
     fewest: float  # requests with which it is still kept
     share: float  # how often there are drafts, as was known when it was made
     report_every: int = 1  # steps with drafts
+    admits: bool = False
     is_dear: bool = False  # making one takes more than its share of the time
     saved: float = 0.0  # savings when it was made, or went on
     interrupted: Kept | None = None  # for a probe, see `probes.py`: the choice that goes on after it
@@ -123,7 +125,22 @@ class Kept:
             return False
         if len(asked) < len(self.asked):
             self._leave_ended(asked)
+        if self._are_its(asked):
+            return True
+        if self.admits:
+            self._admit(asked)
+        return self._are_its(asked)
+
+    def _are_its(self, asked: Sequence[Progress]) -> bool:
         return len(asked) == len(self.asked) and all(map(operator.is_, asked, self.asked))
+
+    def _admit(self, asked: list[Progress]) -> None:
+        """Go on with `asked`, if they are no more than it was made for and most of them are its requests."""
+        numbers = {id(request): number for request, number in zip(self.asked, self.num_drafts, strict=True)}
+        num_known = sum(id(request) in numbers for request in asked)
+        if len(asked) + self.num_others <= self.num_made and num_known >= LEAST_LEFT * len(asked):
+            most = max(self.num_drafts)
+            self.asked, self.num_drafts = asked, [numbers.get(id(request), most) for request in asked]
 
     def _leave_ended(self, asked: Sequence[Progress]) -> None:
         """Go on with `asked`, if they are enough of those that it was made for."""
