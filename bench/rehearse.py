@@ -42,7 +42,7 @@ from draftproof.engine.interface import RequestSpec, RowPrice
 from draftproof.engine.policy import FixedPolicy, Policy
 from draftproof.engine.progress import Progress
 from draftproof.engine.shadows import Shadow, compare_all
-from draftproof.kernels.confidence.record import MOST_MATCHED, MatchRecord
+from draftproof.kernels.confidence.record import MOST_MATCHED, Branching, MatchRecord
 from draftproof.kernels.confidence.reference import chances_of, num_paying
 from draftproof.kernels.lookup.reference import lookup_torch
 
@@ -355,12 +355,14 @@ class Turn:
         if request.last is not None:
             last, before = request.last
             num_known = min(num_tokens - before, last.num_drafts)
-            matches.count(last.num_matched, min(last.num_right, num_known), num_known)
+            num_right = min(last.num_right, num_known)
+            branchings = [Branching.UNKNOWN] * min(num_right + 1, num_known)  # a recording does not tell
+            matches.count(last.num_matched, branchings, num_right)
         num_drafts = min(found.num_drafts, num_asked)
         found = found._replace(num_drafts=num_drafts, num_right=min(found.num_right, num_drafts))
         request.last = (found, num_tokens) if num_drafts else None
-        chances = chances_of(matches)[found.num_matched :]
-        return found._replace(num_drafts=num_paying(chances, num_drafts, *price))
+        chances = chances_of(matches)[Branching.UNKNOWN][found.num_matched :]
+        return found._replace(num_drafts=num_paying(chances[:num_drafts], *price))
 
 
 def decoded(policy: Policy, recording: Recording, texts: Sequence[Text], generator: random.Random) -> float:

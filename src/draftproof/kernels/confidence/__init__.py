@@ -1,7 +1,8 @@
 """Confidence in drafts that were copied from earlier text: its interface and versions.
 
 A copied draft is likelier to be right the more tokens before it match: those of the suffix that was looked up, and the
-drafts between. How likely is learned from what became of earlier proposals, verified or not.
+drafts between; and if the text went on alike after the two tokens before it (`Branching`). How likely is learned from
+what became of earlier proposals, verified or not.
 
 Shapes: S slots, L positions, R requests, K drafts.
 """
@@ -34,7 +35,7 @@ class Confidence(Protocol):
         drafts before the first that does not pay. Where each draft pays, none is compared or kept.
 
         Example: of three drafts after two matching tokens the first was right and the second wrong. Then drafts after
-        two have one hit more, and drafts after three one miss.
+        two have one hit more, and drafts after three one miss, each with the branching there.
         """
         ...
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from draftproof.kernels.confidence.record import MEMORY, MOST_MATCHED, MatchRecord
-from draftproof.kernels.confidence.reference import EXPECTED, PRIOR_WEIGHT
+from draftproof.kernels.confidence.reference import EXPECTED, LOOKED_BACK, PRIOR_WEIGHT
 from draftproof.runtime.native import Library
 
 
@@ -17,7 +17,7 @@ class ConfidenceCompiled:
     """`confidence_torch` in C++."""
 
     def __init__(self, library: Library) -> None:
-        self._run, self._pack = library.packed("dp_confidence", "12P6q3d")
+        self._run, self._pack = library.packed("dp_confidence", "12P8q3d")
 
     def __call__(
         self,
@@ -35,6 +35,6 @@ class ConfidenceCompiled:
         pointers = [t.data_ptr() for t in (*given, *record.tensors, out_R)]
         R, K = tokens_RK.shape
         assert record.drafts_SW.shape[1] >= K
-        sizes = (tokens_SL.shape[1], R, K, record.drafts_SW.shape[1], len(record.hits_M), MOST_MATCHED)
-        self._run(self._pack(*pointers, *sizes, EXPECTED, PRIOR_WEIGHT, MEMORY))
+        sizes = (tokens_SL.shape[1], R, K, record.drafts_SW.shape[1], *record.hits_BM.shape)
+        self._run(self._pack(*pointers, *sizes, MOST_MATCHED, LOOKED_BACK, EXPECTED, PRIOR_WEIGHT, MEMORY))
         return out_R
