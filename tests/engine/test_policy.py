@@ -1906,10 +1906,10 @@ def test_a_choice_holds_for_requests_almost_like_those_it_was_made_for() -> None
 
 def test_sizes_of_steps_come_again() -> None:
     """Never fewer rows than given, at most an eighth more, and few sizes, for any numbers of requests."""
-    found = {(r, n): rounded_rows(r, n, 20) for r in range(1, 17) for n in range(r, 65) if n <= r * 21}
+    found = {(r, n): rounded_rows(r, n, 20) for r in range(1, 17) for n in range(r, 129) if n <= r * 21}
     assert all(n <= rounded <= n * 9 / 8 for (_, n), rounded in found.items())
     drafting = {rounded for (r, n), rounded in found.items() if n > r}
-    assert drafting - set(ROW_SIZES) == {21, 42, 63} and max(drafting) == 64, (
+    assert drafting - set(ROW_SIZES) == {21, 42, 63, 84, 105, 126} and max(drafting) == 128, (
         "those with all drafts there are"
     )
 
@@ -1921,7 +1921,7 @@ def test_without_drafts_nothing_is_rounded() -> None:
 def test_nobody_verifies_more_than_there_may_be_and_large_steps_stay_as_they_are() -> None:
     assert rounded_rows(1, 17, 16) == 17 < rounded_rows(1, 17, 17)
     assert rounded_rows(1, 17, 5) == 17 and rounded_rows(4, 39, 5) == 39, "lookups of a chain make more"
-    assert rounded_rows(4, 61, 20) == 64 and rounded_rows(4, 65, 20) == 65 and rounded_rows(32, 64, 5) == 64
+    assert rounded_rows(4, 61, 20) == 64 and rounded_rows(8, 129, 20) == 129 and rounded_rows(32, 64, 5) == 64
 
 
 def test_a_probe_of_lookups_counts_as_one_step() -> None:

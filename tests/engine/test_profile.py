@@ -188,7 +188,7 @@ def test_a_profile_is_kept_for_each_pair_and_machine(tmp_path: Path) -> None:
     assert profile.costs_of(again, LEVELS, {"pair": 1}, tmp_path).as_json() == costs.as_json()
     assert len(again.runs) == OFTEN * 6 * len(LEVELS) < len(first.runs), "steps of one request are recorded"
     assert {size.num_requests for size in again.runs} == {1}
-    assert again.prepared == [n for n in ROW_SIZES if n <= 64] and not FakeRunner((1, 2)).prepared
+    assert again.prepared == [n for n in ROW_SIZES if n <= 16 * 6] and not FakeRunner((1, 2)).prepared
     few = FakeRunner(max_num_seqs=3)
     profile.costs_of(few, LEVELS, {"pair": 1}, tmp_path)
     assert few.prepared == [*range(1, 17), 18], "steps of three requests have no more rows"

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from draftproof.drafters.base import Drafter
-from draftproof.engine.costs import MAX_GRAPH_ROWS
+from draftproof.engine.costs import MOST_RECORDED_ROWS
 from draftproof.engine.interface import ScheduledRequest, StepSize
 from draftproof.engine.launched import LaunchedStep
 from draftproof.engine.runner import ModelRunner, Pass, target_key
@@ -105,7 +105,7 @@ class StepMeter:
             function = partial(runner.step_tensors, shape)
             run = partial(runner.graphs.run, ("step", shape), function, (given.scheduled_4R,))
             return device_seconds(run), 0.0
-        recorded = shape.repeats and runner.graphs.calls_once and shape.num_rows <= MAX_GRAPH_ROWS
+        recorded = shape.repeats and runner.graphs.calls_once and shape.num_rows <= MOST_RECORDED_ROWS
         if shape.with_drafter and not self.on_device:
             start = time.perf_counter()
             runner.checked(given, runner.graphs if recorded else EAGER)

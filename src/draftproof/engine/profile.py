@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from draftproof.engine.costs import (
-    MAX_GRAPH_ROWS,
+    MOST_RECORDED_ROWS,
     ROW_SIZES,
     Curve,
     DraftCosts,
@@ -49,7 +49,7 @@ PROMPT_ROWS, PROMPT_RUNS = 64, 2
 # long drafts of many requests take. Extrapolated from 192 rows, 1,088 took 57 ms instead of 74. And how often each.
 LARGEST_SECONDS, LARGEST_RUNS = 0.1, 3
 MOST_SPREAD = 1.3  # with a larger `StepCosts.spread` other programs have disturbed the profile
-VERSION = 16  # of what is measured: profiles of other versions are not used
+VERSION = 17  # of what is measured: profiles of other versions are not used
 LEVELS = (1, 2, 3, 5, 8, 12, 16, 24, 32, 48, 64)
 CAPTURED_LEVELS = (1, 3, 5, 8, 16, 32, 64)  # fewer, since each is a graph for every number of requests
 
@@ -295,7 +295,7 @@ def _levels_of(num_requests: int, levels: tuple[int, ...], *, captured: bool) ->
     def is_measured(place: int) -> bool:
         num_rows = num_requests * (1 + levels[place])
         is_last = place == len(levels) - 1
-        return place < 3 or num_rows <= MAX_GRAPH_ROWS or (is_last and num_rows <= MOST_ROWS)
+        return place < 3 or num_rows <= MOST_RECORDED_ROWS or (is_last and num_rows <= MOST_ROWS)
 
     return tuple(k for place, k in enumerate(levels) if is_measured(place))
 
