@@ -22,7 +22,6 @@ from draftproof.engine.acceptance import (
 from draftproof.engine.auto_policy import (
     ALLOWANCE,
     EARNED,
-    HARDLY_KNOWN,
     INCOME,
     LOOKUPS_EVERY,
     MORE_OFTEN,
@@ -34,6 +33,7 @@ from draftproof.engine.auto_policy import (
     MOST_TAKEN_PLAIN,
     MOST_WAITING,
     OBSERVED_EVERY,
+    RENEWED_EVERY,
     STAKE,
     SURELY_WORTH,
     WELL_KNOWN,
@@ -64,6 +64,7 @@ from draftproof.engine.kept_choice import (
     Kept,
     ReadyChoice,
 )
+from draftproof.engine.own_number import OwnNumber
 from draftproof.engine.policy import FixedPolicy
 from draftproof.engine.probes import FEWEST_APART, PROBED_SHARE, PROBED_STEPS, Probes
 from draftproof.engine.progress import Progress
@@ -740,6 +741,48 @@ def used_up(its: AutoPolicy, one: Progress, num_accepted: float) -> Kept:
         its.verified(one, most, found)
     assert its._kept is kept and kept.is_over
     return kept
+
+
+def test_an_answer_holds_until_the_request_s_own_number_changes() -> None:
+    its, one = kept_longer()
+    first = its._kept.num_drafts[0]
+    assert its.num_repeats() > 1 and not its.has_changed
+    for _ in range(60):
+        its.verified(one, first, 0)
+        assert its.has_changed == (its._kept.num_drafts != [first])
+        if its.has_changed:
+            break
+    assert its.choose([one], 0) == its._kept.num_drafts != [first] and not its.has_changed
+
+
+def test_late_drafts_of_a_lucky_phase_are_not_expected_of_all() -> None:
+    """What is accepted of a request with higher odds than its class counts for less."""
+    lucky, usual = Acceptance(8), Acceptance(8)
+    for its, odds in ((lucky, 4), (usual, None)):
+        for _ in range(40):
+            its.count(AcceptanceRecord(last_asked=3, last_given=3), 3, 3, odds)
+    found = [its.accepted.estimates for its in (lucky, usual)]
+    assert found[0][0] == found[1][0] and found[0][1] < found[1][1] and found[0][2] < found[1][2]
+    its, one = kept_longer()
+    its._kept.own.odds = 3
+    its.verified(one, 3, 3)
+    assert its._reports[-1][1][-1] == 3, "by those that chose the number, not what the round has shown"
+
+
+def test_a_choice_that_goes_on_is_looked_at_again_once_in_a_while_where_costs_are_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    its, _ = kept_longer()
+    kept, seen = its._kept, list[int]()
+    monkeypatch.setattr(OwnNumber, "renew", lambda own, context, most_lost: seen.append(kept.num_steps))
+    for is_known in (False, True):
+        seen.clear()
+        start = kept.num_renewed
+        monkeypatch.setattr(StepCosts, "num_observed", lambda costs, number, n=WELL_KNOWN * is_known: n)
+        for number in range(4):
+            kept.num_steps = start + (number + 1) * RENEWED_EVERY // 2
+            its._renew(kept)
+        assert len(seen) == (2 if is_known else 4)
 
 
 def test_a_choice_is_kept_for_as_long_again() -> None:
@@ -1421,6 +1464,20 @@ def test_that_nothing_pays_is_believed_for_a_while() -> None:
     assert its._ready is not ready
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "is_made_again"), [(0.5, 2.0, False), (0.5, 2.6, True), (10.0, 20.0, False)]
+)
+def test_that_drafts_cannot_be_paid_for_is_believed_until_there_are_savings(
+    before: float, after: float, is_made_again: bool
+) -> None:
+    its = policy(0.5, row=0.2, step=0.4)
+    its.savings, its._num_taken = before, 1000
+    assert not its.will_draft(request(4), 0)
+    ready, its.savings = its._ready, after
+    its.will_draft(request(4), 0)
+    assert (its._ready is not ready) == is_made_again
+
+
 def test_while_no_request_can_draft_few_steps_are_reported_and_each_stands_for_more() -> None:
     its, one = policy(0.02), request(4)
     its.choose([one], 0)
@@ -1882,11 +1939,6 @@ def test_at_low_savings_a_lookup_s_steps_are_told_of_sooner(share: float, saving
     its = looking_up(share)
     its.savings = savings
     assert any(its.choose([request(4, 1)], 0)) == (share > 0)
-    assert its.report_every == 1, "the first steps each correct the costs"
-    for _ in range(HARDLY_KNOWN):
-        its.costs.observe(StepOutcome(1, 9, 8, 5, 4, 1.5))
-    its._let_go()
-    its.choose([request(4, 1)], 0)
     assert its.report_every == every
 
 

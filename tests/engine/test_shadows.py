@@ -14,7 +14,6 @@ from draftproof import LLM, SamplingParams, assets
 from draftproof.engine.acceptance import Acceptance, AcceptanceRecord
 from draftproof.engine.auto_policy import (
     ALLOWANCE,
-    HARDLY_KNOWN,
     MOST_SAVED,
     OBSERVED_EVERY,
     STAKE,
@@ -399,12 +398,7 @@ def test_what_counts_vouch_for_is_less_than_what_is_expected() -> None:
 def test_few_steps_with_drafts_correct_the_costs_once_savings_are_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And the first few each have."""
     its, heard = policy(0.9), list[StepOutcome]()
-    its.savings = 20.0
-    for _ in range(HARDLY_KNOWN + OBSERVED_EVERY - 1):
-        its.finished(StepOutcome(1, 9, 8, 5, 100, 1.0))
-    assert its.costs.num_observed(1) == HARDLY_KNOWN
     monkeypatch.setattr(StepCosts, "observe", lambda costs, step: heard.append(step))
     for savings, every in ((0.0, 1), (20.0, OBSERVED_EVERY)):
         heard.clear()
@@ -451,8 +445,6 @@ def test_a_step_stands_for_those_that_are_not_reported() -> None:
     its, each, one = policy(0.9), policy(0.9), request(4)
     for told in (its, each):
         told.savings = MOST_SAVED
-        for _ in range(HARDLY_KNOWN):
-            told.costs.observe(StepOutcome(1, 9, 8, 5, 100, told.costs.step(1, 9, 8, 100)))
         assert told.choose([one], 0)[0]
     assert its.report_every == OBSERVED_EVERY
     for number in range(3 * OBSERVED_EVERY):
@@ -480,6 +472,8 @@ def test_a_comparison_tells_what_verifying_would_have(
     verified, compared = dict[int, int](), dict[int, int]()  # first position -> accepted drafts
 
     class Verifying(FixedPolicy):
+        report_every = 1  # so that it hears of each round at once
+
         def verified(self, request: Progress, num_drafted: int, num_accepted: int, *, is_model: bool) -> None:
             if num_accepted < num_drafted:
                 verified[len(request.tokens) - num_accepted - 1] = num_accepted

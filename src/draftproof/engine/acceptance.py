@@ -287,8 +287,14 @@ class Acceptance:
             alive *= follows
         return found
 
-    def count(self, record: AcceptanceRecord, num_drafted: int, num_accepted: int) -> None:
-        """Count a request's round of `num_drafted` drafts, of which the first `num_accepted` were accepted."""
+    def count(
+        self, record: AcceptanceRecord, num_drafted: int, num_accepted: int, odds: int | None = None
+    ) -> None:
+        """Count a request's round of `num_drafted` drafts, of which the first `num_accepted` were accepted. `odds`: by
+        which their number was chosen, if not by those of its class. Example: of a draft model's fifth drafts, made
+        where the last ones were accepted, 0.9 are, and 0.8 where 5 are always made."""
+        if odds is not None:
+            record.ratio = ODDS_STEP**odds
         # fewer than proposed: the output's end has cut them, which says nothing of the drafter
         num_asked = num_drafted if num_drafted < record.last_given else record.last_asked
         is_rejected = num_accepted < num_drafted

@@ -48,9 +48,6 @@ EARNED = 10.0  # savings from which drafts are believed to pay
 # expected to take 1.57 of a plain step, as in the first texts; 1.38 is right, and now expected after 200.
 OBSERVED_EVERY = 8
 WELL_KNOWN = 64
-# So many of the first each correct them. Example: two of the first 130 steps of 16 requests did, one of which took a
-# quarter longer than others of its size. From then on drafts seemed not to pay, and nothing was to tell that they do.
-HARDLY_KNOWN = 8
 CHOOSING_SHARE = 0.005
 # While reports must not wait, so many steps of lookups are reported together: to take one in takes a tenth of a small
 # model's step, and steps in which a lookup has no drafts lose little.
@@ -62,6 +59,7 @@ MOST_WAITING = 512  # reports that wait to be taken in, at most: nothing is chos
 MOST_STEPS = 16  # the same for steps: while no request can draft they come in, too
 MOST_STEPS_KEPT = 256  # steps after which a choice is made again, whatever became of its drafts
 KNOWN_FROM = 256  # reports after which drafts are compared in some steps only
+RENEWED_EVERY = 64  # steps after which a choice that goes on is looked at again, once costs are well known
 MOST_TAKEN = 256  # reports taken in after which the choice for new requests is made again
 MOST_TAKEN_PLAIN = 64  # the same if it has no drafts, with those that wait: the next one may have some
 # The same for lookups, with those that wait: there it is the choice that was made for earlier requests. Either counts
@@ -166,6 +164,7 @@ class AutoPolicy:
                 kept = self._next(asked, num_others, before=kept)
             kept = self._probing(kept)
         self._kept = kept
+        kept.has_changed = False
         kept.count_steps(1)
         self._was_asked = True
         return kept.num_drafts
@@ -189,9 +188,13 @@ class AutoPolicy:
         return True
 
     def _renew(self, kept: Kept) -> None:
-        """Let the number and the price of drafts of a choice that goes on depend on what is known now."""
+        """Let the number and the price of drafts of a choice that goes on depend on what is known now: where costs are
+        well known, once in a while."""
+        is_known = self.costs.num_observed(kept.num_made) >= WELL_KNOWN
+        if is_known and kept.num_steps < kept.num_renewed + RENEWED_EVERY:
+            return
+        kept.num_renewed = kept.num_steps
         kept.prices = None
-        kept.report_every = self._report_every(kept)
         if kept.own is not None:
             kept.own.renew(len(kept.asked[0].tokens), self._most_lost(kept.choice, kept.longer))
 
@@ -239,7 +242,7 @@ class AutoPolicy:
         self._choosing_seconds = time.perf_counter() - start
         if self.is_lookup:  # nobody asks in advance whether a lookup will draft
             if is_new:
-                self._ready = ReadyChoice(len(asked), kept.choice, self._num_taken, kept.share)
+                self._ready = ReadyChoice(len(asked), kept.choice, self._num_taken, kept.share, self.savings)
         elif before is not None and before.is_first and not kept.is_first:
             self._renew_ready()
         return kept
@@ -283,7 +286,9 @@ class AutoPolicy:
         if not choice.num_drafts:
             is_as_rare = self.acceptance.share <= MORE_OFTEN * ready.share
             is_fresh = num_new + num_waiting <= min(MOST_TAKEN_PLAIN, ready.num_taken)
-            return choice if is_as_rare and is_fresh else None
+            # else the savings may have been too low for drafts that pay
+            is_as_poor = ready.savings >= EARNED or self.savings < ready.savings + ALLOWANCE
+            return choice if is_as_rare and is_fresh and is_as_poor else None
         # for such requests as are now expected, or about such
         expected = self.acceptance.unknown
         is_expected = all(
@@ -305,7 +310,7 @@ class AutoPolicy:
     def _make_ready(self, num_requests: int) -> DraftChoice:
         counts = {self.acceptance.unknown: num_requests}
         choice = self.chooser.best(counts, 0, self._context(num_requests), STAKE * self.savings)
-        self._ready = ReadyChoice(num_requests, choice, self._num_taken, self.acceptance.share)
+        self._ready = ReadyChoice(num_requests, choice, self._num_taken, self.acceptance.share, self.savings)
         return choice
 
     def _context(self, num_requests: int) -> int:
@@ -369,7 +374,11 @@ class AutoPolicy:
             is_dear=round(enough) > 1,
             saved=self.savings,
         )
-        kept.report_every = self._report_every(kept)
+        if may_wait:
+            kept.report_every = OBSERVED_EVERY * (2 if self.is_lookup and kept.is_long else 1)
+        elif self.is_lookup and choice.num_drafts:
+            # not without: then these are only the steps whose drafts are compared, and each tells something
+            kept.report_every = LOOKUPS_EVERY
         is_verified_whole = not (self.is_lookup or self._gives_less or self.costs.is_padded)
         if may_wait and num_made == 1 and is_verified_whole:
             most_lost = self._most_lost(choice, longer)
@@ -378,15 +387,6 @@ class AutoPolicy:
                 self.chooser, choice, self._persistence, context, most_lost, self._least_speedup
             )
         return kept
-
-    def _report_every(self, kept: Kept) -> int:
-        """One in so many steps of this choice is reported."""
-        if kept.choice.num_drafts and self.costs.num_observed(kept.num_made) < HARDLY_KNOWN:
-            return 1
-        if kept.may_wait:
-            return OBSERVED_EVERY * (2 if self.is_lookup and kept.is_long else 1)
-        # without drafts these are only the steps whose drafts are compared, and each tells something
-        return LOOKUPS_EVERY if self.is_lookup and kept.choice.num_drafts else 1
 
     def _report(self, take: Callable[..., None], *given: Any) -> None:
         """Note what `take(*given)` takes in before the next choice."""
@@ -442,12 +442,16 @@ class AutoPolicy:
     def num_repeats(self) -> int:
         self._was_asked = True
         kept = self._kept
-        if kept is None or kept.is_over or kept.own is not None:
+        if kept is None or kept.is_over:
             return 0
         if not self.compares or not self.is_lookup:
             return kept.num_left
         num_until = self._shadow_turns.num_until(kept.num_drafts, self.levels[-1], is_known=self._is_known)
         return min(kept.num_left, num_until)
+
+    @property
+    def has_changed(self) -> bool:
+        return self._kept is not None and self._kept.has_changed
 
     def repeated(self, num_steps: int) -> None:
         self._shadow_turns.skip(num_steps)
@@ -519,9 +523,11 @@ class AutoPolicy:
     def verified(
         self, request: Progress, num_drafted: int, num_accepted: int, *, is_model: bool = True
     ) -> None:
+        record, odds = request.records[self.number], None
         if self._kept is not None:
+            odds = self._kept.odds
             self._kept.count_round(num_drafted, num_accepted)
-        self._report(self.acceptance.count, request.records[self.number], num_drafted, num_accepted)
+        self._report(self.acceptance.count, record, num_drafted, num_accepted, odds)
 
     def compared(self, request: Progress, found: Comparison) -> None:
         num_more = found.num_accepted - found.num_before
@@ -590,7 +596,8 @@ class AutoPolicy:
                     self._shadow_turns.took(step.seconds / plain - 1.0)
                 continue
             self._num_unobserved += num_steps
-            every = self._observed_every(self.costs.num_observed(step.num_requests))
+            is_known = self.costs.num_observed(step.num_requests) >= WELL_KNOWN
+            every = OBSERVED_EVERY * (kept.longer if kept is not None and is_known else 1)
             is_rare = step.is_plain or step.is_shadow
             is_due = is_rare or self.savings < ALLOWANCE or self._num_unobserved >= every
             if is_due and step.is_typical and (self.is_lookup or not step.is_last):
@@ -598,13 +605,6 @@ class AutoPolicy:
                 self.costs.observe(step)
             if not is_rare:
                 self._save(num_steps * (step.tokens_per_request - self._longer(step)))
-
-    def _observed_every(self, num_observed: int) -> int:
-        """One in so many steps with drafts corrects the costs, after so many have."""
-        if num_observed < HARDLY_KNOWN:
-            return 1
-        is_known = num_observed >= WELL_KNOWN
-        return OBSERVED_EVERY * (self._kept.longer if self._kept is not None and is_known else 1)
 
     def _fade(self, num_steps: float) -> None:
         """Let what is known of acceptance fade by steps without drafts: by fewer if drafts are seldom compared, since

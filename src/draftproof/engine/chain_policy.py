@@ -77,6 +77,11 @@ class ChainPolicy:
             return 0
         return min(policy.num_repeats() for policy in self._asked)
 
+    @property
+    def has_changed(self) -> bool:
+        """Never: it is asked about each step in which models draft."""
+        return False
+
     def repeated(self, num_steps: int) -> None:
         for policy in self._asked:
             policy.repeated(num_steps)

@@ -32,7 +32,7 @@ from draftproof.engine.interface import (
     StepInput,
 )
 from draftproof.engine.policy import Policy
-from draftproof.engine.progress import Progress
+from draftproof.engine.progress import Progress, Round
 from draftproof.engine.scheduler import PlannedRows, Scheduler, SchedulerOutput
 from draftproof.engine.trials import Trials
 from draftproof.metrics import DrafterStats, EngineLoad, EngineStats
@@ -257,10 +257,9 @@ class EngineCore:
         num_observed: int,
     ) -> None:
         """Tell the policy what became of the request's drafts, of which `num_observed` count, and of its new ones."""
-        compares = self.drafting.compares
+        compares, is_last = self.drafting.compares, delta.finish_reason is not None
         if compares:
             if request.shadows:
-                is_last = delta.finish_reason is not None
                 self.drafting.compare(request, self.stats.num_steps, is_last=is_last)
             is_lookups = self.drafting.is_lookups
             only_lookups = not self.runner.is_divided
@@ -273,11 +272,12 @@ class EngineCore:
                     self.policy.verified(request, num_observed, delta.num_accepted, is_model=False)
                 request.is_followed = False
                 return
-        if num_observed and not request.forced:  # forced drafts say nothing about the drafters' acceptance
-            self.policy.verified(request, num_observed, delta.num_accepted, is_model=True)
-        num_asked = min(scheduled.num_drafts, request.room)
-        if num_asked > 0 and delta.finish_reason is None and not compares:
-            self.policy.proposed(request, num_asked, result.num_proposed, is_model=True)
+        num_observed = (
+            0 if request.forced else num_observed
+        )  # they say nothing about the drafters' acceptance
+        num_asked = 0 if is_last or compares else max(0, min(scheduled.num_drafts, request.room))
+        request.rounds.append(Round(num_observed, delta.num_accepted, num_asked, result.num_proposed))
+        self.drafting.tell_rounds(request, is_last=is_last)
 
     def _queue(self, request: Progress) -> None:
         self._num_arrived += 1

@@ -19,6 +19,9 @@ COMPARED_EVERY = 4  # steps between comparisons of drafts with the output
 # Steps between reports of how often lookups had drafts, where none are compared, and the requests whose drafts are then
 # followed until they are verified: each takes some microseconds.
 FOLLOWED_EVERY, MOST_FOLLOWED = 8, 2
+# Rounds of a request that are told of together, while not each step is to be told of: one at a time, they take a few
+# per cent of a small model's step, since nothing that telling reads is in the caches then.
+ROUNDS_TOGETHER = 4
 # Steps after one with prompts, on a CPU, that say nothing of how long such steps take: a prompt's products slow the
 # processor for a while (a Xeon with AMX by 1.6 at first, by 1.1 after four steps).
 AFTER_PROMPTS = 6
@@ -250,6 +253,18 @@ class Drafting:
             return False
         return self.policy.will_draft(request, self._scheduler.num_soon - 1, num_lost)
 
+    def tell_rounds(self, request: Progress, *, is_last: bool) -> None:
+        """Report to the policy what a request's last rounds have shown, a few together."""
+        if len(request.rounds) < ROUNDS_TOGETHER and not is_last and self.policy.report_every > 1:
+            return
+        for its_round in request.rounds:
+            num_observed, num_accepted, num_asked, num_proposed = its_round
+            if num_observed:
+                self.policy.verified(request, num_observed, num_accepted, is_model=True)
+            if num_asked:
+                self.policy.proposed(request, num_asked, num_proposed, is_model=True)
+        request.rounds.clear()
+
     def compare(self, request: Progress, num_steps: int, *, is_last: bool) -> None:
         """Report to the policy what a request's new tokens tell of its shadow drafts, in some of `num_steps` so far and
         at its end: at the same times whether they are right or wrong, else what is wrong would be known earlier."""
@@ -334,6 +349,8 @@ class Drafting:
         self._last_result = now
         if flight.shadowing is not None:
             self._keep_shadows(flight, results, flight.shadowing)
+        if self._repeat is not None and self.policy.has_changed:
+            self._end_repeat()
         is_typical = self._count(flight.has_prompts)
         if not self._runner.num_drafts:
             return

@@ -57,8 +57,10 @@ class Kept:
     num_probed: int = 0  # the same, before it was last interrupted
     longest: float = 1.0  # plain steps that a step with all its drafts took, as was believed then
     num_told: int = 0  # steps reported by `finished`
+    num_renewed: int = 0  # steps that it was used for when its number and price were last looked at
     is_over: bool = False
     own: OwnNumber | None = None  # see there for when there is one
+    has_changed: bool = False  # the number of drafts, since it was last used
     _num_more: int = 0  # steps for which it is kept beyond the first `ROUNDS_KEPT * longer`
 
     @property
@@ -70,11 +72,20 @@ class Kept:
         """What a step loses if no draft is accepted, in plain steps."""
         return self.own.worst if self.own is not None else self.choice.worst
 
+    @property
+    def odds(self) -> int | None:
+        """Its request's odds of acceptance by which the number was chosen, as in `RequestClass`, if they follow what is
+        accepted."""
+        return self.own.odds if self.own is not None else None
+
     def count_round(self, num_drafted: int, num_accepted: int) -> None:
         """Count what has become of its request's drafts, and give it as many as suits that."""
         if self.own is None:
             return
         number = self.own.after(num_drafted, num_accepted)
+        if number == self.num_drafts[0]:
+            return
+        self.has_changed = True
         if number:
             self.num_drafts = [number]
         else:
@@ -100,6 +111,7 @@ class Kept:
             may_wait=False,
             report_every=1,
             own=None,
+            has_changed=False,
             interrupted=self,
             num_steps=0,
             _num_more=0,
@@ -188,10 +200,11 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class ReadyChoice:
-    """A choice for `num_requests` new requests, made when `num_taken` reports and steps had been taken in and `share`
-    was known, as in `Kept`."""
+    """A choice for `num_requests` new requests, made when `num_taken` reports and steps had been taken in, `share` was
+    known, as in `Kept`, and so much was saved."""
 
     num_requests: int
     choice: DraftChoice
     num_taken: int
     share: float = 1.0
+    savings: float = 0.0

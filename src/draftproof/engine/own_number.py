@@ -36,6 +36,9 @@ class OwnNumber:
     least_speedup: float
     worst: float = field(init=False)
     is_worse: bool = False  # clearly fewer drafts are accepted than the choice expects: half the odds
+    odds: int = field(
+        init=False
+    )  # the request's, by its class and what was accepted lately; as in `RequestClass`
     _odds: int = field(init=False)  # of the class that the choice was made for
     _hits: float = 0.0  # drafts that were accepted, weighted
     _expected: float = 0.0  # how many were expected to be, of those that were looked at
@@ -47,7 +50,8 @@ class OwnNumber:
 
     def __post_init__(self) -> None:
         ((its_class, _),) = self.choice.num_drafts.items()
-        self._odds, self.worst = its_class.odds, self.choice.worst
+        self.odds = self._odds = its_class.odds
+        self.worst = self.choice.worst
 
     def renew(self, context: int, most_lost: float) -> None:
         """Go by what costs and acceptance are now known to be."""
@@ -58,7 +62,7 @@ class OwnNumber:
     def restart(self) -> None:
         """Forget the rounds: it is for another request of this class from now on."""
         self._hits = self._expected = self._seen = self._shift = 0.0
-        self.is_worse = False
+        self.is_worse, self.odds = False, self._odds
 
     def after(self, num_drafted: int, num_accepted: int) -> int:
         """The number of drafts after such a round; 0: drafts no longer pay."""
@@ -76,18 +80,18 @@ class OwnNumber:
         found = _clipped(rate + self.persistence.slope * self._shift)
         better = found / (1.0 - found) * (1.0 - rate) / rate
         self.is_worse = better < 0.5
-        odds = self._odds + round(math.log(better) / math.log(ODDS_STEP))
-        number = self._numbers.get(odds)
+        self.odds = self._odds + round(math.log(better) / math.log(ODDS_STEP))
+        number = self._numbers.get(self.odds)
         if number is None:
-            number = self._numbers[odds] = self._best(odds)
+            number = self._numbers[self.odds] = self._best(self.odds)
         return number
 
     def _best(self, odds: int) -> int:
         """The number of drafts with the most tokens a second at these odds, as the chooser counts them."""
         costs, tokens = self.chooser.costs, self.chooser.counted_on(self.chooser.tokens(1.0, odds))
         if not self._longer:
-            plain = costs.plain(1, self.context)
-            self._longer = [(k, costs.step(1, 1 + k, k, self.context) / plain) for k in costs.levels[1:]]
+            plain, step = costs.plain(1, self.context), costs.drafting(1, self.context)
+            self._longer = [(k, step(1 + k, k) / plain) for k in costs.levels[1:]]
         best, speed, lost = 0, self.least_speedup, 0.0
         for number, longer in self._longer:
             if tokens[number] > speed * longer and longer <= 1.0 + self.most_lost:

@@ -63,6 +63,11 @@ class Policy(Protocol):
         none to compare. Called after `choose` and `shadows`, and after reports while it holds."""
         ...
 
+    @property
+    def has_changed(self) -> bool:
+        """Whether its last answer holds no longer, by what verified drafts have shown since."""
+        ...
+
     def repeated(self, num_steps: int) -> None:
         """Its answer was used for so many more steps."""
         ...
@@ -113,6 +118,7 @@ class FixedPolicy:
     report_every = PLAIN_EVERY
     plain_every = PLAIN_EVERY
     is_probing = False
+    has_changed = False
 
     def __init__(self, num_drafts: int) -> None:
         self._num_drafts = num_drafts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from draftproof.cache.pages import ROOT
 from draftproof.engine.acceptance import AcceptanceRecord
@@ -47,6 +48,16 @@ class WindowBlocks:
         came = [(number, slot, page, self.blocks[page]) for page in range(first, len(self.blocks))]
         self.num_sent, self.num_cleared = len(self.blocks), self.num_gone
         return gone + came
+
+
+class Round(NamedTuple):
+    """What a step has shown of a request's drafts: `num_observed` of them count, of which `num_accepted` were accepted,
+    and of the `num_asked` next ones there are `num_proposed`."""
+
+    num_observed: int
+    num_accepted: int
+    num_asked: int
+    num_proposed: int
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -95,6 +106,7 @@ class Progress:
     # since the policy was told: steps in which lookups were asked for drafts, and in which they had some
     num_asked: int = 0
     num_given: int = 0
+    rounds: list[Round] = field(default_factory=list)  # what the policy is yet to hear of
     is_followed: bool = False  # the policy is to hear what verifying its lookup's last drafts has shown
     finish_reason: FinishReason | None = None
 
