@@ -29,9 +29,11 @@ PROMPT_RATE = 0.25  # weight of a new step with prompts in the average of the dr
 # never be corrected.
 PROMPT_BELIEVED = 0.998
 MOST_CAPTURED_ROWS = 256  # maximum rows of a captured step if the number of drafts is chosen per step
-MAX_GRAPH_ROWS = 64  # capturing gains nothing for larger passes, except those captured at the start
-# The same of recording on a CPU: there Python takes a tenth of a millisecond for each layer. Example: a pass of `tiny`
-# with 64 rows takes 1.5 ms, without recording 2.8; with 128 rows 2.7 and 4.2.
+# Capturing gains nothing for larger passes, except those captured at the start; nor does recording for those with
+# prompts, which seldom recur, and whose last layer could leave rows out.
+MAX_GRAPH_ROWS = 64
+# Nor recording decode-only passes larger than this on a CPU: Python takes a tenth of a millisecond a layer. Example: a
+# pass of `tiny` with 64 rows takes 1.5 ms, without recording 2.8; with 128 rows 2.7 and 4.2.
 MOST_RECORDED_ROWS = 128
 # Numbers of rows that recorded steps with drafts are padded to.
 ROW_SIZES = (

@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
 from draftproof.config import EngineConfig
-from draftproof.engine.costs import MOST_RECORDED_ROWS, rounded_rows
+from draftproof.engine.costs import MAX_GRAPH_ROWS, MOST_RECORDED_ROWS, rounded_rows
 from draftproof.engine.interface import ScheduledRequest, StepInput
 from draftproof.matmul.certify import BUCKETS
 
@@ -113,7 +113,8 @@ class Shapes:
         recorded; is_recorded: recurring shapes are recorded."""
         scheduled = step.scheduled
         num_rows = sum(s.num_rows for s in scheduled)
-        repeats = num_rows <= MOST_RECORDED_ROWS and not self.buckets and not has_items
+        most_rows = MOST_RECORDED_ROWS if step.all_decode else MAX_GRAPH_ROWS
+        repeats = num_rows <= most_rows and not self.buckets and not has_items
         if step.all_decode and repeats and is_recorded:
             return self._recorded(step, num_rows)
         shape = BatchShape.of(scheduled, repeats=repeats, with_drafter=not step.without_drafter)
