@@ -68,7 +68,7 @@ from draftproof.engine.own_number import OwnNumber
 from draftproof.engine.policy import FixedPolicy
 from draftproof.engine.probes import FEWEST_APART, PROBED_SHARE, PROBED_STEPS, Probes
 from draftproof.engine.progress import Progress
-from draftproof.engine.row_price import LOOKED_AT, PATIENCE
+from draftproof.engine.row_price import LOOKED_AT, PATIENCE, row_prices
 from draftproof.engine.shadows import Comparison
 from tests.engine.test_scheduler import request
 
@@ -765,6 +765,8 @@ def test_late_drafts_of_a_lucky_phase_are_not_expected_of_all() -> None:
     assert found[0][0] == found[1][0] and found[0][1] < found[1][1] and found[0][2] < found[1][2]
     its, one = kept_longer()
     its._kept.own.odds = 3
+    its.choose([one], 0)
+    its._kept.own.odds = 1
     its.verified(one, 3, 3)
     assert its._reports[-1][1][-1] == 3, "by those that chose the number, not what the round has shown"
 
@@ -777,12 +779,23 @@ def test_a_choice_that_goes_on_is_looked_at_again_once_in_a_while_where_costs_ar
     monkeypatch.setattr(OwnNumber, "renew", lambda own, context, most_lost: seen.append(kept.num_steps))
     for is_known in (False, True):
         seen.clear()
-        start = kept.num_renewed
+        kept.num_steps = kept.num_renewed = 0
         monkeypatch.setattr(StepCosts, "num_observed", lambda costs, number, n=WELL_KNOWN * is_known: n)
-        for number in range(4):
-            kept.num_steps = start + (number + 1) * RENEWED_EVERY // 2
-            its._renew(kept)
+        for _ in range(4):
+            kept.num_steps += RENEWED_EVERY // 2
+            assert its._goes_on(kept)
         assert len(seen) == (2 if is_known else 4)
+
+
+@pytest.mark.parametrize("num_requests", [16, 24, 40, 64])
+def test_a_row_has_a_price_whatever_steps_are_padded_to(num_requests: int) -> None:
+    """Where others have drafts in every step, for few drafts as for many."""
+    its = policy(0.9, row=0.02, step=0.0)
+    for most in LEVELS[1:]:
+        choice = DraftChoice({RequestClass(0): most}, 2.0 * num_requests, 2.0, 2.0 * num_requests)
+        price = row_prices(its.costs, choice, num_requests, 10.0, 1.0, is_cut=False).at(num_requests)
+        each = its.costs.step(num_requests, num_requests, most) / 0.02
+        assert 0.5 * each < price.rows < 4.0 * each
 
 
 def test_a_choice_is_kept_for_as_long_again() -> None:
@@ -1792,7 +1805,7 @@ def test_the_tokens_of_other_requests_wait_for_a_row_too() -> None:
     ("is_cut", "num_new", "is_kept"), [(True, 1, True), (True, 2, True), (True, 3, False), (False, 1, False)]
 )
 def test_a_request_takes_the_place_of_one_that_has_ended(is_cut: bool, num_new: int, is_kept: bool) -> None:
-    """With the most drafts that one has, where that is but a limit: if most of the others are the same."""
+    """With the most drafts of the choice, where that is but a limit: if most of the others are the same."""
     its = policy(0.9, row=0.1, step=0.0)
     its.is_cut, asked = is_cut, [request(4, number) for number in range(4)]
     assert all(its.choose(asked, 0))
@@ -1802,8 +1815,19 @@ def test_a_request_takes_the_place_of_one_that_has_ended(is_cut: bool, num_new: 
     found = its.choose(now, 0)
     assert (its._kept is kept) == is_kept
     if is_kept:
-        assert found == [*[1, 2, 3, 1][num_new:], *[3] * num_new]
+        most = max(kept.choice.num_drafts.values())
+        assert found == [*[1, 2, 3, 1][num_new:], *[most] * num_new]
         assert its.choose([*now, request(4, 9)], 0) and its._kept is not kept, "more than it was made for"
+
+
+def test_too_few_requests_are_not_filled_up() -> None:
+    its = policy(0.9, row=0.1, step=0.0)
+    its.is_cut, asked = True, [request(4, number) for number in range(4)]
+    assert all(its.choose(asked, 0))
+    kept = its._kept
+    kept.fewest = 3.0
+    its.choose([asked[0], request(4, 9)], 0)
+    assert its._kept is not kept
 
 
 @pytest.mark.parametrize("is_cut", [True, False])

@@ -164,8 +164,7 @@ class AutoPolicy:
                 kept = self._next(asked, num_others, before=kept)
             kept = self._probing(kept)
         self._kept = kept
-        kept.has_changed = False
-        kept.count_steps(1)
+        kept.use()
         self._was_asked = True
         return kept.num_drafts
 
@@ -184,15 +183,13 @@ class AutoPolicy:
             if self.savings < kept.saved - kept.worst:
                 return False
         kept.go_on(self.savings)
-        self._renew(kept)
+        is_known = self.costs.num_observed(kept.num_made) >= WELL_KNOWN
+        if not is_known or kept.num_steps >= kept.num_renewed + RENEWED_EVERY:
+            self._renew(kept)
         return True
 
     def _renew(self, kept: Kept) -> None:
-        """Let the number and the price of drafts of a choice that goes on depend on what is known now: where costs are
-        well known, once in a while."""
-        is_known = self.costs.num_observed(kept.num_made) >= WELL_KNOWN
-        if is_known and kept.num_steps < kept.num_renewed + RENEWED_EVERY:
-            return
+        """Let the number and the price of drafts of a choice that goes on depend on what is known now."""
         kept.num_renewed = kept.num_steps
         kept.prices = None
         if kept.own is not None:
@@ -523,10 +520,10 @@ class AutoPolicy:
     def verified(
         self, request: Progress, num_drafted: int, num_accepted: int, *, is_model: bool = True
     ) -> None:
-        record, odds = request.records[self.number], None
-        if self._kept is not None:
-            odds = self._kept.odds
-            self._kept.count_round(num_drafted, num_accepted)
+        kept, record = self._kept, request.records[self.number]
+        if kept is not None:
+            kept.count_round(num_drafted, num_accepted)
+        odds = kept.odds if kept is not None else None
         self._report(self.acceptance.count, record, num_drafted, num_accepted, odds)
 
     def compared(self, request: Progress, found: Comparison) -> None:

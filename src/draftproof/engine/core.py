@@ -257,7 +257,7 @@ class EngineCore:
         num_observed: int,
     ) -> None:
         """Tell the policy what became of the request's drafts, of which `num_observed` count, and of its new ones."""
-        compares, is_last = self.drafting.compares, delta.finish_reason is not None
+        compares, is_last = self.drafting.compares, request.finish_reason is not None
         if compares:
             if request.shadows:
                 self.drafting.compare(request, self.stats.num_steps, is_last=is_last)
@@ -272,12 +272,13 @@ class EngineCore:
                     self.policy.verified(request, num_observed, delta.num_accepted, is_model=False)
                 request.is_followed = False
                 return
-        num_observed = (
-            0 if request.forced else num_observed
-        )  # they say nothing about the drafters' acceptance
+        if request.forced:  # they say nothing about the drafters' acceptance
+            num_observed = 0
         num_asked = 0 if is_last or compares else max(0, min(scheduled.num_drafts, request.room))
-        request.rounds.append(Round(num_observed, delta.num_accepted, num_asked, result.num_proposed))
-        self.drafting.tell_rounds(request, is_last=is_last)
+        if num_observed or num_asked:
+            request.rounds.append(Round(num_observed, delta.num_accepted, num_asked, result.num_proposed))
+        # at once in a chain: its policy hears of lookups meanwhile, and of all in their order
+        self.drafting.tell_rounds(request, at_once=is_last or compares)
 
     def _queue(self, request: Progress) -> None:
         self._num_arrived += 1

@@ -154,6 +154,8 @@ class Drafting:
             if found.without_drafter and all(r.num_sampled for r in rows):
                 self._repeat = Repeat([r.request for r in rows], found, RESTING_EVERY, is_asked=False)
             return found
+        for request in asked:
+            self.tell_rounds(request, at_once=True)
         num_others = len(rows) - len(asked)
         start = time.perf_counter()
         chosen = self.policy.choose(asked, num_others)
@@ -253,17 +255,17 @@ class Drafting:
             return False
         return self.policy.will_draft(request, self._scheduler.num_soon - 1, num_lost)
 
-    def tell_rounds(self, request: Progress, *, is_last: bool) -> None:
-        """Report to the policy what a request's last rounds have shown, a few together."""
-        if len(request.rounds) < ROUNDS_TOGETHER and not is_last and self.policy.report_every > 1:
+    def tell_rounds(self, request: Progress, *, at_once: bool) -> None:
+        """Report to the policy what a request's last rounds have shown: a few together, if not `at_once`."""
+        waits = len(request.rounds) < ROUNDS_TOGETHER and not at_once and self.policy.report_every > 1
+        if waits or not request.rounds:
             return
-        for its_round in request.rounds:
-            num_observed, num_accepted, num_asked, num_proposed = its_round
+        rounds, request.rounds = request.rounds, []
+        for num_observed, num_accepted, num_asked, num_proposed in rounds:
             if num_observed:
                 self.policy.verified(request, num_observed, num_accepted, is_model=True)
             if num_asked:
                 self.policy.proposed(request, num_asked, num_proposed, is_model=True)
-        request.rounds.clear()
 
     def compare(self, request: Progress, num_steps: int, *, is_last: bool) -> None:
         """Report to the policy what a request's new tokens tell of its shadow drafts, in some of `num_steps` so far and

@@ -60,6 +60,8 @@ class Kept:
     num_renewed: int = 0  # steps that it was used for when its number and price were last looked at
     is_over: bool = False
     own: OwnNumber | None = None  # see there for when there is one
+    # its request's odds, as in `RequestClass`, by which the number was last chosen, if they follow what is accepted
+    odds: int | None = None
     has_changed: bool = False  # the number of drafts, since it was last used
     _num_more: int = 0  # steps for which it is kept beyond the first `ROUNDS_KEPT * longer`
 
@@ -71,12 +73,6 @@ class Kept:
     def worst(self) -> float:
         """What a step loses if no draft is accepted, in plain steps."""
         return self.own.worst if self.own is not None else self.choice.worst
-
-    @property
-    def odds(self) -> int | None:
-        """Its request's odds of acceptance by which the number was chosen, as in `RequestClass`, if they follow what is
-        accepted."""
-        return self.own.odds if self.own is not None else None
 
     def count_round(self, num_drafted: int, num_accepted: int) -> None:
         """Count what has become of its request's drafts, and give it as many as suits that."""
@@ -120,6 +116,12 @@ class Kept:
             is_over=False,
         )
 
+    def use(self) -> None:
+        """Note that a step uses its numbers, as they are now."""
+        self.has_changed = False
+        self.odds = self.own.odds if self.own is not None else None
+        self.count_steps(1)
+
     def hurry(self) -> None:
         """Be over after `ROUNDS_KEPT` more steps at most."""
         self._num_more -= max(0, self.num_left - ROUNDS_KEPT)
@@ -147,11 +149,13 @@ class Kept:
         return len(asked) == len(self.asked) and all(map(operator.is_, asked, self.asked))
 
     def _admit(self, asked: list[Progress]) -> None:
-        """Go on with `asked`, if they are no more than it was made for and most of them are its requests."""
+        """Go on with `asked`, if they are no more than it was made for, and enough, and most of them are its
+        requests."""
         numbers = {id(request): number for request, number in zip(self.asked, self.num_drafts, strict=True)}
         num_known = sum(id(request) in numbers for request in asked)
-        if len(asked) + self.num_others <= self.num_made and num_known >= LEAST_LEFT * len(asked):
-            most = max(self.num_drafts)
+        are_as_many = self.fewest <= len(asked) <= self.num_made - self.num_others
+        if are_as_many and num_known >= LEAST_LEFT * len(asked):
+            most = 0 if self.is_probe else max(self.choice.num_drafts.values())
             self.asked, self.num_drafts = asked, [numbers.get(id(request), most) for request in asked]
 
     def _leave_ended(self, asked: Sequence[Progress]) -> None:

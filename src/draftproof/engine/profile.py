@@ -220,7 +220,8 @@ def _spread(runs: Sequence[tuple[float, float]]) -> float:
 
 def _take(found: Mapping[StepSize, tuple[float, float]], runner: Measured, costs: StepCosts) -> None:
     """Fill in `costs`. Of a lookup only the fewest drafts count, which take it as long as more: it seldom fills a pass,
-    and what follows one that is too large to be recorded takes longer. Example: 0.14 ms after 68 rows, else 0.03."""
+    and what follows one that is too large to be recorded takes longer. Example: 0.14 ms after 68 rows,
+    while these were not recorded, else 0.03."""
     alone = {size: times for size, times in found.items() if not size.context}
     plain = {s.num_requests: target for s, (target, _) in alone.items() if not s.num_drafts}
     verifies = {s.num_requests * (1 + s.num_drafts): t for s, (t, _) in alone.items() if s.num_drafts}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from draftproof.engine.costs import StepCosts
+from draftproof.engine.costs import StepCosts, rounded_rows
 from draftproof.engine.draft_choice import DraftChoice
 from draftproof.engine.interface import RowPrice
 
@@ -58,17 +58,26 @@ def row_prices(
 
     of_one, of_all = (costs.ragged(number, round(length * number)) for number in (1, num_made))
     fewest = of_one(1, most), of_all(num_made, most)
-    each = _further_row(of_one, 1, most, 0.0), _further_row(of_all, num_made, most, others)
+    each = (
+        _further_row(of_one, 1, most, 0.0, costs.levels[-1]),
+        _further_row(of_all, num_made, most, others, costs.levels[-1]),
+    )
     longer = max(0.0, choice.seconds - fewest[1])
     return RowPrices(num_made, fewest, each, longer, choice.tokens, PATIENCE if is_cut else 1.0)
 
 
-def _further_row(step: Callable[[int, int], float], num_requests: int, most: int, others: float) -> float:
-    """Seconds of a row more, on the average of the first `most`; without the first of them in the part `others` of the
-    steps, in which other requests have drafts. `step`: seconds by rows and drafts."""
+def _further_row(
+    step: Callable[[int, int], float], num_requests: int, most: int, others: float, most_drafts: int
+) -> float:
+    """Seconds of a row more, on the average of the first `most`; in the part `others` of the steps, in which other
+    requests have drafts, of those after the first. `step`: seconds by rows and drafts. Both ends of the latter are
+    numbers of rows that steps are padded to: else there might be as many rows at both."""
     alone = (step(num_requests + most, most) - step(num_requests, most)) / most
     if not others:
         return alone
-    last = max(most, 2)
-    beside = (step(num_requests + last, most) - step(num_requests + 1, most)) / (last - 1)
+    first = rounded_rows(num_requests, num_requests + 1, most_drafts)
+    last = rounded_rows(num_requests, num_requests + most, most_drafts)
+    if last == first:
+        last = rounded_rows(num_requests, first + 1, most_drafts)
+    beside = (step(last, most) - step(first, most)) / (last - first)
     return alone + others * (beside - alone)
