@@ -183,10 +183,13 @@ class AutoPolicy:
             if self.savings < kept.saved - kept.worst:
                 return False
         kept.go_on(self.savings)
-        is_known = self.costs.num_observed(kept.num_made) >= WELL_KNOWN
-        if not is_known or kept.num_steps >= kept.num_renewed + RENEWED_EVERY:
+        if not self._is_well_known(kept.num_made) or kept.num_steps >= kept.num_renewed + RENEWED_EVERY:
             self._renew(kept)
         return True
+
+    def _is_well_known(self, num_requests: int) -> bool:
+        """Whether enough steps with drafts of about so many requests have corrected the costs."""
+        return self.costs.num_observed(num_requests) >= WELL_KNOWN
 
     def _renew(self, kept: Kept) -> None:
         """Let the number and the price of drafts of a choice that goes on depend on what is known now."""
@@ -593,7 +596,7 @@ class AutoPolicy:
                     self._shadow_turns.took(step.seconds / plain - 1.0)
                 continue
             self._num_unobserved += num_steps
-            is_known = self.costs.num_observed(step.num_requests) >= WELL_KNOWN
+            is_known = self._is_well_known(step.num_requests)
             every = OBSERVED_EVERY * (kept.longer if kept is not None and is_known else 1)
             is_rare = step.is_plain or step.is_shadow
             is_due = is_rare or self.savings < ALLOWANCE or self._num_unobserved >= every

@@ -107,7 +107,6 @@ class Kept:
             may_wait=False,
             report_every=1,
             own=None,
-            has_changed=False,
             interrupted=self,
             num_steps=0,
             _num_more=0,

@@ -36,10 +36,9 @@ class OwnNumber:
     least_speedup: float
     worst: float = field(init=False)
     is_worse: bool = False  # clearly fewer drafts are accepted than the choice expects: half the odds
-    odds: int = field(
-        init=False
-    )  # the request's, by its class and what was accepted lately; as in `RequestClass`
-    _odds: int = field(init=False)  # of the class that the choice was made for
+    # exponents as in `RequestClass`: of the request by what was accepted lately, and of the class it was chosen for
+    odds: int = field(init=False)
+    _class_odds: int = field(init=False)
     _hits: float = 0.0  # drafts that were accepted, weighted
     _expected: float = 0.0  # how many were expected to be, of those that were looked at
     _seen: float = 0.0  # drafts that were looked at
@@ -50,7 +49,7 @@ class OwnNumber:
 
     def __post_init__(self) -> None:
         ((its_class, _),) = self.choice.num_drafts.items()
-        self.odds = self._odds = its_class.odds
+        self.odds = self._class_odds = its_class.odds
         self.worst = self.choice.worst
 
     def renew(self, context: int, most_lost: float) -> None:
@@ -62,13 +61,13 @@ class OwnNumber:
     def restart(self) -> None:
         """Forget the rounds: it is for another request of this class from now on."""
         self._hits = self._expected = self._seen = self._shift = 0.0
-        self.is_worse, self.odds = False, self._odds
+        self.is_worse, self.odds = False, self._class_odds
 
     def after(self, num_drafted: int, num_accepted: int) -> int:
         """The number of drafts after such a round; 0: drafts no longer pay."""
         num_seen = num_accepted + (num_accepted < num_drafted)
         if not self._hits_of:
-            chances = self.chooser.acceptance.chances(self._odds)
+            chances = self.chooser.acceptance.chances(self._class_odds)
             self._hits_of = [0.0, *itertools.accumulate(chances)]
         num_expected = self._hits_of[num_seen]
         self.persistence.count(self._shift, num_accepted - num_expected, num_seen)
@@ -80,7 +79,7 @@ class OwnNumber:
         found = _clipped(rate + self.persistence.slope * self._shift)
         better = found / (1.0 - found) * (1.0 - rate) / rate
         self.is_worse = better < 0.5
-        self.odds = self._odds + round(math.log(better) / math.log(ODDS_STEP))
+        self.odds = self._class_odds + round(math.log(better) / math.log(ODDS_STEP))
         number = self._numbers.get(self.odds)
         if number is None:
             number = self._numbers[self.odds] = self._best(self.odds)

@@ -11,7 +11,7 @@ from draftproof.engine.interface import RowPrice
 
 # Part of a pass's length that counts in `RowPrice` where drafts are copied: a token that is not drafted is not lost,
 # and where text repeats the next pass gets it about as cheaply. Tokens per second of `tiny` and `small`, compared with
-# the best fixed number, for 1, 4 and 16 requests: 1.00 to 1.04 with 0.85, 0.97 to 1.02 with 0.7, 0.99 to 1.02 with 1.
+# the best fixed number, for 1, 4 and 16 requests: 1.00 to 1.02 with 0.85, 0.97 to 1.02 with 0.7, 0.99 to 1.02 with 1.
 PATIENCE = 0.85
 LOOKED_AT = 3  # levels, of which the last tells the price where there are no drafts
 

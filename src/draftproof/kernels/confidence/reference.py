@@ -14,9 +14,8 @@ from draftproof.kernels.confidence.record import MOST_MATCHED, Branching, MatchR
 
 EXPECTED = 0.6  # prior chance of a draft after the fewest matching tokens
 PRIOR_WEIGHT = 4.0  # of a prior, in trials
-LOOKED_BACK = (
-    4096  # tokens among which branchings are looked for: the time for that must not grow with the text
-)
+# Tokens among which branchings are looked for: the time for that must not grow with the text.
+LOOKED_BACK = 4096
 
 
 def confidence_torch(
