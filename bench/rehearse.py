@@ -362,7 +362,7 @@ class Turn:
         found = found._replace(num_drafts=num_drafts, num_right=min(found.num_right, num_drafts))
         request.last = (found, num_tokens) if num_drafts else None
         chances = chances_of(matches)[Branching.UNKNOWN][found.num_matched :]
-        return found._replace(num_drafts=num_paying(chances[:num_drafts], *price))
+        return found._replace(num_drafts=num_paying(chances[:num_drafts], price.others, price.rows))
 
 
 def decoded(policy: Policy, recording: Recording, texts: Sequence[Text], generator: random.Random) -> float:

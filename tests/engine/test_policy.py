@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import random
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from draftproof.engine.acceptance import (
+    ODDS_STEP,
     OWN_FADING,
     POOL_FADING,
     Acceptance,
@@ -23,6 +25,7 @@ from draftproof.engine.auto_policy import (
     ALLOWANCE,
     EARNED,
     INCOME,
+    LEARNED_EVERY,
     LOOKUPS_EVERY,
     MORE_OFTEN,
     MOST_NEW,
@@ -64,10 +67,9 @@ from draftproof.engine.kept_choice import (
     Kept,
     ReadyChoice,
 )
-from draftproof.engine.own_number import OwnNumber
 from draftproof.engine.policy import FixedPolicy
 from draftproof.engine.probes import FEWEST_APART, PROBED_SHARE, PROBED_STEPS, Probes
-from draftproof.engine.progress import Progress
+from draftproof.engine.progress import Progress, Round
 from draftproof.engine.row_price import LOOKED_AT, PATIENCE, row_prices
 from draftproof.engine.shadows import Comparison
 from tests.engine.test_scheduler import request
@@ -432,7 +434,7 @@ def test_short_proposals_are_not_taken_for_long_ones() -> None:
 def test_drafts_go_first_to_requests_with_fewer_tokens() -> None:
     """A good request's second draft is likelier to survive than the other's first, and yet comes later: the good one
     would only end earlier."""
-    parts = policy(0.9).chooser._parts([RequestClass(2), RequestClass(-2)])
+    parts = policy(0.9).chooser._parts([RequestClass(2), RequestClass(-2)], stops=False)
     second, other = (next(p for p in parts if (p.its_class.odds, p.level) == at) for at in ((2, 2), (-2, 1)))
     assert second.num_tokens > other.num_tokens and parts.index(second) > parts.index(other)
 
@@ -459,7 +461,7 @@ def test_a_part_that_is_worth_more_than_the_one_before_it_is_joined_to_it() -> N
     """The first draft takes a row in each round and is right in one of five; the others take rows only then."""
     its = policy(0.6)
     long_when_right(its, every=5)
-    parts = its.chooser._parts([its.acceptance.unknown])
+    parts = its.chooser._parts([its.acceptance.unknown], stops=False)
     assert [part.level for part in parts] == [5, 8]
     assert sum(part.num_rows for part in parts) == pytest.approx(sum(its.acceptance.longer))
     num_tokens = sum(its.acceptance.survival())
@@ -724,7 +726,7 @@ def test_reports_wait_for_as_long_as_the_savings_last(lasts: float, longer: int,
 def kept_longer(rate: float = 0.8) -> tuple[AutoPolicy, Progress]:
     """A policy to which choosing is dear, and its request, to whose choice nothing was reported."""
     its, one = policy(rate, row=0.02, step=0.1), request(4)
-    its.savings, its._choosing_seconds = MOST_SAVED, 1e3
+    its.savings, its._choosing_seconds, its.stops = MOST_SAVED, 1e3, True
     its.choose([one], 0)
     assert its._kept.longer > 1 and its._kept.may_wait
     return its, one
@@ -743,48 +745,31 @@ def used_up(its: AutoPolicy, one: Progress, num_accepted: float) -> Kept:
     return kept
 
 
-def test_an_answer_holds_until_the_request_s_own_number_changes() -> None:
-    its, one = kept_longer()
-    first = its._kept.num_drafts[0]
-    assert its.num_repeats() > 1 and not its.has_changed
-    for _ in range(60):
-        its.verified(one, first, 0)
-        assert its.has_changed == (its._kept.num_drafts != [first])
-        if its.has_changed:
-            break
-    assert its.choose([one], 0) == its._kept.num_drafts != [first] and not its.has_changed
-
-
 def test_late_drafts_of_a_lucky_phase_are_not_expected_of_all() -> None:
     """What is accepted of a request with higher odds than its class counts for less."""
     lucky, usual = Acceptance(8), Acceptance(8)
-    for its, odds in ((lucky, 4), (usual, None)):
+    for its, odds in ((lucky, 4), (usual, 0)):
         for _ in range(40):
-            its.count(AcceptanceRecord(last_asked=3, last_given=3), 3, 3, odds)
+            its.count(AcceptanceRecord(last_asked=3, last_given=3, ratio=ODDS_STEP**odds), 3, 3)
     found = [its.accepted.estimates for its in (lucky, usual)]
     assert found[0][0] == found[1][0] and found[0][1] < found[1][1] and found[0][2] < found[1][2]
-    its, one = kept_longer()
-    its._kept.own.odds = 3
-    its.choose([one], 0)
-    its._kept.own.odds = 1
-    its.verified(one, 3, 3)
-    assert its._reports[-1][1][-1] == 3, "by those that chose the number, not what the round has shown"
 
 
 def test_a_choice_that_goes_on_is_looked_at_again_once_in_a_while_where_costs_are_known(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     its, _ = kept_longer()
-    kept, seen = its._kept, list[int]()
-    monkeypatch.setattr(OwnNumber, "renew", lambda own, context, most_lost: seen.append(kept.num_steps))
+    kept = its._kept
     for is_known in (False, True):
-        seen.clear()
+        num_renewed = 0
         kept.num_steps = kept.num_renewed = 0
         monkeypatch.setattr(StepCosts, "num_observed", lambda costs, number, n=WELL_KNOWN * is_known: n)
         for _ in range(4):
             kept.num_steps += RENEWED_EVERY // 2
+            its.price()
             assert its._goes_on(kept)
-        assert len(seen) == (2 if is_known else 4)
+            num_renewed += kept.stop_price is None
+        assert num_renewed == (2 if is_known else 4)
 
 
 @pytest.mark.parametrize("num_requests", [16, 24, 40, 64])
@@ -818,16 +803,16 @@ def test_a_lookup_s_choice_goes_on_while_its_drafts_have_not_lost(lost: float, g
     kept = its._kept
     while not kept.is_over:
         its.choose([one], 0)
-    assert its._kept is kept and kept.own is None and kept.longer > 1
-    its.savings = kept.saved - lost * kept.worst
+    assert its._kept is kept and kept.longer > 1
+    its.savings = kept.saved - lost * kept.choice.worst
     its.choose([one], 0)
     assert (its._kept is kept) == goes_on
 
 
 @pytest.mark.parametrize("changed", ["savings", "waiting", "old", "cheap", "none"])
 def test_no_choice_is_kept_for_as_long_again(changed: str) -> None:
-    """If the savings would not last after the steps that wait, it is old, or choosing takes no time; nor if its number
-    does not follow what is accepted."""
+    """If the savings would not last after the steps that wait, it is old, or choosing takes no time; nor if the drafter
+    neither stops by itself nor is a lookup."""
     its, one = kept_longer()
     kept = used_up(its, one, its._kept.choice.tokens - 1)
     assert its._goes_on(kept)
@@ -841,60 +826,8 @@ def test_no_choice_is_kept_for_as_long_again(changed: str) -> None:
     elif changed == "cheap":
         kept.is_dear = False
     else:
-        kept.own = None
+        its.stops = False
     assert not its._goes_on(kept)
-
-
-@pytest.mark.parametrize("changed", ["", "two", "lookup", "less", "padded", "savings"])
-def test_whose_number_of_drafts_follows_the_last_rounds(changed: str) -> None:
-    """A request's that is alone, of a drafter whose drafts are verified and that always has all."""
-    its = policy(0.8, row=0.02, step=0.1, buckets=(1, 2) if changed == "padded" else ())
-    its.savings, its.is_lookup = (4.0 if changed == "savings" else MOST_SAVED), changed == "lookup"
-    requests = [request(4, number) for number in range(2)]
-    asked = requests if changed == "two" else requests[:1]
-    if changed == "less":
-        its.proposed(requests[1], 8, 7)
-    if changed == "savings":
-        its.savings = ALLOWANCE
-    its.choose(asked, 0)
-    assert any(its._kept.num_drafts) and (its._kept.own is not None) == (not changed)
-
-
-def test_the_number_of_drafts_follows_the_last_rounds_until_drafts_no_longer_pay() -> None:
-    its, one = policy(0.7, row=0.02, step=0.5), request(4)
-    its.savings, its._choosing_seconds = MOST_SAVED, 1e3
-    (first,) = its.choose([one], 0)
-    kept, found = its._kept, []
-    assert kept.own is not None
-    while its._kept is kept and not kept.is_over:
-        found += its.choose([one], 0)
-        its.verified(one, found[-1], 0)
-    assert found[0] == first >= found[-1] and kept.own is None and len(found) < ROUNDS_KEPT * kept.longer
-
-
-def test_a_choice_that_goes_on_knows_what_the_savings_now_allow() -> None:
-    its, one = kept_longer()
-    kept = used_up(its, one, its._kept.choice.tokens - 1)
-    before = kept.own.most_lost
-    its.savings = ALLOWANCE + 1.1 * ROUNDS_KEPT * kept.longer * kept.worst
-    one.tokens += [0] * 50
-    assert its._goes_on(kept)
-    assert kept.own.most_lost < before and kept.own.context == len(one.tokens)
-    most = max(kept.own.after(8, 8) for _ in range(50))
-    assert kept.own.worst * ROUNDS_KEPT * kept.longer <= its.savings - ALLOWANCE + 1e-9, most
-
-
-def test_a_number_that_follows_a_request_begins_anew_with_the_next() -> None:
-    its, requests = policy(0.8, row=0.02, step=0.1), [request(4, number) for number in range(2)]
-    its.savings, its._num_taken = MOST_SAVED, MOST_NEW
-    its._make_ready(1)
-    first = its.choose(requests[:1], 0)
-    kept = its._kept
-    for _ in range(ROUNDS_KEPT - 2):
-        its.verified(requests[0], 8, 0)
-        its.choose(requests[:1], 0)
-    assert its._kept is kept and kept.num_drafts < first
-    assert its.choose(requests[1:], 0) == first and its._kept is kept and not kept.own.is_worse
 
 
 def test_a_choice_without_drafts_is_passed_on_for_as_long_as_at_first() -> None:
@@ -1748,9 +1681,83 @@ def test_a_row_must_bring_what_its_time_is_worth(row: float, buckets: tuple[int,
     assert its.price() == RowPrice(), "nothing was chosen yet"
     (num_drafts,) = its.choose([request(4)], 0)
     rows = its.costs.step(1, 1, num_drafts) / row
-    assert num_drafts and its.price() == pytest.approx((0.0, 0.0 if buckets else rows))
+    assert num_drafts and its.price()[:2] == pytest.approx((0.0, 0.0 if buckets else rows))
     its.is_cut, its._kept.prices = True, None
     assert its.price().rows == pytest.approx(0.0 if buckets else PATIENCE * rows)
+
+
+def stopping_policy(rate: float = 0.8, goes_on: float = 0.5, **given: Any) -> AutoPolicy:
+    """Its drafter goes on after a draft with this chance."""
+    acceptance = Acceptance(8, expected=rate, goes_on=goes_on)
+    return AutoPolicy(costs(**{"row": 0.02, "step": 0.1, **given}), acceptance, stops=True)
+
+
+def test_another_draft_must_bring_what_its_time_is_worth() -> None:
+    """In steps like those that were chosen: a draft takes a tenth of a plain step, a row a fiftieth."""
+    its = stopping_policy()
+    its.savings = MOST_SAVED
+    assert its.price() == RowPrice(), "nothing was chosen yet"
+    assert its.choose([request(4)], 0) == [8]
+    choice = its._kept.choice
+    speed = choice.tokens / choice.seconds
+    price = its.price()
+    assert (price.others, price.rows) == (0.0, 0.0)
+    assert price.of_draft == pytest.approx(0.1 * speed) and price.of_row == pytest.approx(0.02 * speed)
+    assert its.price() is price
+    its._kept.num_renewed = -RENEWED_EVERY
+    its._renew_if_due(its._kept)
+    assert its._kept.stop_price is None
+    assert any(its.choose([request(4), request(4, 1)], 0)) and not (
+        its.price().of_draft or its.price().of_row
+    )
+    alone = stopping_policy(levels=(0, 1))
+    assert alone.choose([request(4)], 0) == [1] and alone.price() == RowPrice(), "there is never another one"
+
+
+def test_drafts_that_are_not_made_take_no_time() -> None:
+    """For a single request eight drafts are 1 + 0.5 + 0.25 + ..., and so many rows. For several all are made."""
+    its, all_made = stopping_policy(), stopping_policy()
+    all_made.chooser = dataclasses.replace(all_made.chooser, stops=False)
+    its_class = its.acceptance.unknown
+    mean = sum(0.5**j for j in range(8))
+    found = its.chooser.best({its_class: 1}, worth=0.0)
+    # rows are counted at a standard deviation to either side of the mean
+    assert found.num_drafts == {its_class: 8}
+    assert found.seconds == pytest.approx(1.0 + 0.1 * mean + 0.02 * mean, abs=0.03)
+    fewer = all_made.chooser.best({its_class: 1}, worth=0.0)
+    assert max(fewer.num_drafts.values()) < 8
+    several = [p.chooser.best({its_class: 4}, worth=0.0) for p in (its, all_made)]
+    assert several[0] == several[1]
+
+
+def test_costs_of_a_mean_number_of_drafts_lie_between_those_beside_it() -> None:
+    its = DraftCosts()
+    for number, seconds in ((1, 1.0), (2, 4.0), (4, 6.0)):
+        its.set(1, number, seconds)
+    assert [its.at(1, number) for number in (1.25, 2.5, 3.0, 3.5, 4.0)] == pytest.approx(
+        [1.75, 4.5, 5.0, 5.5, 6.0]
+    )
+
+
+@pytest.mark.parametrize("changed", ["", "unknown costs", "two", "poor", "all made"])
+def test_few_rounds_of_a_drafter_that_stops_tell_enough(
+    changed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One in `LEARNED_EVERY` reports is taken in, while the savings last and costs are well known."""
+    observed = 0 if changed == "unknown costs" else WELL_KNOWN
+    monkeypatch.setattr(StepCosts, "num_observed", lambda costs, number: observed)
+    its, asked = stopping_policy(), [request(4), request(4, 1)][: 1 + (changed == "two")]
+    its.stops = changed != "all made"
+    its.savings = ALLOWANCE if changed == "poor" else MOST_SAVED
+    its.choose(asked, 0)
+    rounds = [Round(3, 2, 8, 4), Round(4, 4, 8, 2)]
+    for _ in range(4 * LEARNED_EVERY):
+        its.learn(asked[0], rounds)
+    taken = len(its._reports) / (2 * len(rounds))  # what was verified, and what was proposed
+    its._settle()
+    assert taken == (4 if not changed else 4 * LEARNED_EVERY)
+    record = asked[0].records[0]
+    assert (record.last_asked, record.last_given) == (8, 2)
 
 
 @pytest.mark.parametrize("num_requests", [1, 3])
@@ -1795,7 +1802,7 @@ def test_the_tokens_of_other_requests_wait_for_a_row_too() -> None:
     assert any(its.choose(asked, 0))
     choice = its._kept.choice
     fewest = its.costs.step(4, 4, max(choice.num_drafts.values()))
-    others, rows = its.price()
+    others, rows = its.price()[:2]
     assert others == pytest.approx(0.75 * choice.tokens)
     assert rows == pytest.approx((fewest + 0.75 * (choice.seconds - fewest)) / 0.1)
     assert choice.seconds > fewest and choice.tokens > 4
@@ -1840,7 +1847,7 @@ def test_a_choice_outlasts_most_of_its_requests_where_the_price_follows_them(is_
     for left in (4, 3, 1):
         its.choose(asked[:left], 0)
         assert (its._kept is kept) == (is_cut or left > 1)
-        others, rows = its.price()
+        others, rows = its.price()[:2]
         most = max(kept.choice.num_drafts.values())
         alone, longer = its.costs.step(left, left, most), kept.choice.seconds - its.costs.step(4, 4, most)
         if its._kept is kept:
@@ -1867,7 +1874,7 @@ def test_drafts_that_are_only_compared_have_a_price() -> None:
     its = policy(0.0, row=0.1, step=0.0)
     its.savings = 0.0
     assert its.choose([request(4)], 0) == [0]
-    assert its.price() == pytest.approx((0.0, its.costs.plain(1) / 0.1))
+    assert its.price()[:2] == pytest.approx((0.0, its.costs.plain(1) / 0.1))
 
 
 def test_rows_that_cost_nothing_have_no_price() -> None:

@@ -157,12 +157,12 @@ def test_a_step_is_what_its_vector_says() -> None:
         all_decode=False,
         without_models=True,
         most_model_drafts=5,
-        price=RowPrice(0.25, 3.5),
+        price=RowPrice(0.25, 3.5, 0.5, 0.125),
         masks=[b"\x01\x00\x00\xff" * 2, b""],
         forced=[(2, 5, [7, 8])],
     )
     assert step_vector.unpack(step_vector.pack(step)) == step
-    assert step_vector.pack(StepInput(released=[3])) == [1, 3, *[0] * 7, -1, *[0] * 4]
+    assert step_vector.pack(StepInput(released=[3])) == [1, 3, *[0] * 7, -1, *[0] * 6]
 
 
 @pytest.mark.skipif(native.load() is None, reason="nothing is recorded without the compiled operators")

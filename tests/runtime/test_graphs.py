@@ -166,6 +166,41 @@ def test_a_part_is_recorded_once_for_all_that_run_it(library: native.Library, nu
     assert torch.equal(alone, ops.silu_mul(rows(7))) and len(calls) == OFTEN
 
 
+@pytest.mark.parametrize("is_part", [False, True])
+def test_what_a_set_flag_rules_out_is_left_out_of_a_replay(library: native.Library, is_part: bool) -> None:
+    """And nothing else, whatever was recorded in it; also as a part of another program."""
+    ops, recorded = select(torch.device("cpu"), library), Recorded(library)
+    flags = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
+    out_TH = torch.zeros((3, 64))
+
+    def function(x_TH: Tensor) -> Tensor:
+        library.copy(out_TH, x_TH)
+        with recorded.unless(flags[0]):
+            library.copy(out_TH, recorded.run(("part",), lambda y: ops.concat((y,)), (x_TH,)))
+            library.copy(out_TH[0], x_TH[1])
+            with recorded.unless(flags[1]):
+                library.copy(out_TH[1], x_TH[2])
+        library.copy(out_TH[2], x_TH[0])
+        return out_TH
+
+    def whole(x_TH: Tensor) -> Tensor:
+        return recorded.run(("inner",), function, (x_TH,))
+
+    for _ in range(OFTEN):
+        recorded.run(("outer",), whole if is_part else function, (rows(0),))
+    given = rows(1)
+    for first, second, expected in (
+        (0, 0, (1, 2, 0)),
+        (0, 1, (1, 1, 0)),
+        (1, 0, (0, 1, 0)),
+        (1, 1, (0, 1, 0)),
+    ):
+        flags[0][0], flags[1][0] = first, second
+        out_TH.zero_()
+        recorded.run(("outer",), whole if is_part else function, (given,))
+        assert torch.equal(out_TH, given[list(expected)]), (first, second)
+
+
 def test_a_part_that_cannot_be_recorded_spoils_the_whole_and_no_other_part(library: native.Library) -> None:
     ops, recorded = select(torch.device("cpu"), library), Recorded(library)
 

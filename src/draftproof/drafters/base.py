@@ -67,6 +67,7 @@ class DraftSpec:
     embeds: tuple[OwnEmbeddings, ...] = ()
     # ends a proposal before the first draft that does not pay at `DraftRuntime.price`
     estimates: bool = False
+    stops: bool = False  # and makes no drafts beyond the end of a proposal
     # proposes nothing itself: the engine drafts the tokens that a request's grammar forces
     forced: bool = False
 
@@ -168,9 +169,10 @@ class DraftRuntime:
     """What the engine passes to a drafter at start: operators, and caches on the target's block table, the drafter's
     own layers first, then the borrowed ones. `host_looks`: reading a value on the host is free, since there is no
     device to wait for. `known`: every slot's tokens, read-only; None for a user's class and outside an engine.
-    `price`: fp32 [2], `RowPrice` of the next pass: `others` tokens, `rows` rows. Draft j, counted from 0, pays if its
+    `price`: fp32 [4], `RowPrice` of the next pass: `others` tokens, `rows` rows. Draft j, counted from 0, pays if its
     survival probability is at least (others + 1 + the sum of those before it) / (rows + j), the tokens per row without
-    it; with 0 rows each draft pays. It changes from pass to pass. None: estimates are not used.
+    it; with 0 rows each draft pays. And what is to be expected of drafts that are not made yet, see `Stopping`. It
+    changes from pass to pass. None: estimates are not used.
     `turns`: positions on the target's axes, for rotary embeddings with several axes."""
 
     ops: Ops

@@ -97,6 +97,7 @@ class ChainDrafter(Drafter):
             lookahead=max(s.lookahead for s in specs),
             host_tokens=any(s.host_tokens for s in specs),
             estimates=any(s.estimates for s in specs),
+            stops=bool(self._models) and all(specs[number].stops for number in self._models),
         )
 
     def bind(self, runtime: DraftRuntime) -> None:

@@ -91,7 +91,7 @@ class MarkovDecode(Decode):
         survival_R = torch.ones_like(before_R, dtype=torch.float32)
         tokens_R = torch.ones_like(survival_R)  # expected, with the drafts so far
         count_R = torch.zeros_like(before_R)
-        others, rows = (None, None) if block.price is None else block.price.unbind()
+        others, rows = (None, None) if block.price is None else block.price[:2].unbind()
         for j, hidden_RH in enumerate(block.hidden_JRH[: block.first + len(block.logits_KRV)]):
             k = j - block.first  # a row without a draft of its own is still a step of the recurrence
             bias_RV, before_RE, state_RE = self.step(hidden_RH, before_R, state_RE, block)

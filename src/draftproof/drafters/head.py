@@ -6,6 +6,8 @@ Shapes: R requests, T target rows, N draft rows, M read rows, K drafts, F featur
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -25,6 +27,7 @@ from draftproof.drafters.base import (
     no_proposal,
 )
 from draftproof.kernels.step.spec import DraftRows, Layout
+from draftproof.kernels.stopping.record import StopRecord
 from draftproof.models.cost import Cost
 from draftproof.runtime.graphs import EAGER
 
@@ -125,6 +128,15 @@ class Unroll(Protocol):
 
     num_read: int  # rows read per request
     most_drafts: int
+    stops: bool = False  # see `DraftSpec`
+
+    def bind(self, runtime: DraftRuntime) -> None:
+        """Called at start, before anything else."""
+        return
+
+    def admit(self, slot: int) -> None:
+        """Called when a request takes a slot."""
+        return
 
     def inputs(self, runtime: DraftRuntime, verified: Verified, fed: DraftRows) -> Buffers: ...
 
@@ -162,9 +174,16 @@ class HeadDrafter(Drafter):
         self._layout_fed = layout = head.layout
         reads_ahead = max(head.spec.reads_ahead, layout.shift)
         lookahead = max(head.spec.lookahead, layout.anchor + layout.masks)
-        self.spec = replace(head.spec, reads_ahead=reads_ahead, lookahead=lookahead)
         self.head = head
         self.unroll = unroll or Recurrent(head)
+        stops = self.unroll.stops
+        self.spec = replace(
+            head.spec,
+            reads_ahead=reads_ahead,
+            lookahead=lookahead,
+            estimates=head.spec.estimates or stops,
+            stops=stops,
+        )
         self._fed = layout.kernels(self.unroll.num_read)
         # if nothing is drafted, rows only update the cache
         context = "all" if layout.context == "none" else layout.context
@@ -174,6 +193,10 @@ class HeadDrafter(Drafter):
 
     def bind(self, runtime: DraftRuntime) -> None:
         self.runtime = runtime
+        self.unroll.bind(runtime)
+
+    def admit(self, slot: int, tokens: Sequence[int], num_cached: int) -> None:
+        self.unroll.admit(slot)
 
     def propose(self, verified: Verified, num_drafts: int) -> Proposal:
         """Feed the verified rows, then draft `num_drafts` tokens per request, or the head's maximum."""
@@ -190,6 +213,8 @@ class HeadDrafter(Drafter):
             if num
             else verified.next_R.new_empty((num_requests, 0))
         )
+        if self.spec.stops and len(drawn) > num:
+            return Proposal(tokens_RK, drawn[num])  # at most as many as are wanted
         count_R = verified.k_R if num == num_drafts else verified.k_R.clamp(max=num)
         return Proposal(tokens_RK, torch.minimum(count_R, drawn[num]) if len(drawn) > num else count_R)
 
@@ -267,12 +292,52 @@ class _Fed(NamedTuple):
 
 
 class _Steps(NamedTuple):
-    """Positions of the drafts, and of the rows that they are read from."""
+    """Drafts wanted; positions of the drafts, and of the rows that they are read from."""
 
     slots_R: Tensor
+    k_R: Tensor
     drawn_KR: Tensor
     positions_KR: Tensor
     context_lens_KR: Tensor
+
+
+class _Stop:
+    """Decides in one round, after each draft, whether there is a next one; always without a record. See `Stopping`."""
+
+    def __init__(self, runtime: DraftRuntime, record: StopRecord | None, steps: _Steps) -> None:
+        self._runtime = runtime
+        self._record = record
+        self._steps = steps
+        # number of drafts of each request, if it is decided here
+        self.counts = () if record is None else (torch.empty_like(steps.k_R),)
+        self.is_seen = (
+            False  # there is no next one, as far as the host may look: not while a program is recorded
+        )
+
+    def leaving_out(self, step: int) -> AbstractContextManager[None]:
+        """A context for what draft `step` takes: left out where a recorded program is repeated, if there is none."""
+        if self._record is None or not step:
+            return nullcontext()
+        return self._runtime.graphs.unless(self._record.is_over_1)
+
+    def count(self, step: int, logits_RV: Tensor, drawn_R: Tensor) -> None:
+        """Count this draft of each request whose proposal has not ended."""
+        runtime, record, i = self._runtime, self._record, self._steps
+        if record is None:
+            return
+        assert runtime.known is not None and runtime.price is not None
+        runtime.ops.stopping(
+            step,
+            logits_RV,
+            drawn_R,
+            i.slots_R,
+            i.k_R,
+            *runtime.known,
+            runtime.price,
+            record,
+            *self.counts,
+        )
+        self.is_seen = runtime.graphs is EAGER and bool(record.is_over_1)
 
 
 class Recurrent(Unroll):
@@ -280,14 +345,27 @@ class Recurrent(Unroll):
 
     `leaves_rows`: the head can be given attention in which only the read rows attend, and then returns those: of a
     prompt's other rows it only stores keys and values. Recurring sizes are recorded with all rows, as the target's.
+
+    Where it is known what a draft costs, `Ops.stopping` ends proposals that do not pay to go on with, by how sure the
+    head is. Later drafts are then not made.
     """
 
     num_read = 1
     most_drafts = 1 << 30
+    stops = True
 
     def __init__(self, head: DraftHead, *, leaves_rows: bool = False) -> None:
         self._head = head
         self._leaves_rows = leaves_rows
+        self._record: StopRecord | None = None
+
+    def bind(self, runtime: DraftRuntime) -> None:
+        if runtime.price is not None and runtime.known is not None:
+            self._record = StopRecord.empty(len(runtime.known.length_S))
+
+    def admit(self, slot: int) -> None:
+        if self._record is not None:
+            self._record.close(slot)
 
     def inputs(self, runtime: DraftRuntime, verified: Verified, fed: DraftRows) -> Buffers:
         positions_KR = fed.positions_KR
@@ -298,7 +376,7 @@ class Recurrent(Unroll):
             context_lens_KR = (context_lens_KR - step_K1).clamp(min=0)
         read_R = fed.read_RJ[:, 0].contiguous()
         rows = _Fed(fed.tokens_N, fed.source_N, fed.positions_N, fed.context_lens_N, fed.slots_N)
-        draft = _Steps(verified.slots_R, fed.drawn_KR, positions_KR, context_lens_KR)
+        draft = _Steps(verified.slots_R, verified.k_R, fed.drawn_KR, positions_KR, context_lens_KR)
         if self._leaves_rows and not verified.repeats and verified.given is None:
             return Buffers(feed=(*rows, read_R), read_M=None, draft=draft)
         return Buffers(feed=rows, read_M=read_R, draft=draft)
@@ -326,17 +404,24 @@ class Recurrent(Unroll):
         self, runtime: DraftRuntime, read: tuple[Tensor, ...], given: tuple[Tensor, ...], draw: Draw
     ) -> tuple[Tensor, ...]:
         head, i = self._head, _Steps(*given)
+        stop = _Stop(runtime, self._record, i)
         hidden_RH = read[0]
         feedback_RF = read[1] if len(read) > 1 else None
         drawn: list[Tensor] = []
         for step in range(len(i.drawn_KR)):
-            if step:
-                attn = runtime.attention(
-                    Rows(i.positions_KR[step], i.slots_R, i.context_lens_KR[step], max_query_len=1)
-                )
-                hidden_RH, feedback_RF = head(drawn[-1], feedback_RF, attn)
-            drawn.append(draw(head.logits(hidden_RH), None, i.drawn_KR[step], head.ids_V))
-        return tuple(drawn)
+            if stop.is_seen:
+                drawn.append(drawn[-1])  # nobody uses it
+                continue
+            with stop.leaving_out(step):
+                if step:
+                    attn = runtime.attention(
+                        Rows(i.positions_KR[step], i.slots_R, i.context_lens_KR[step], max_query_len=1)
+                    )
+                    hidden_RH, feedback_RF = head(drawn[-1], feedback_RF, attn)
+                logits_RV = head.logits(hidden_RH)
+                drawn.append(draw(logits_RV, None, i.drawn_KR[step], head.ids_V))
+                stop.count(step, logits_RV, drawn[-1])
+        return (*drawn, *stop.counts)
 
     def passes(self, size: RoundSize, fed: int) -> list[PassSize]:
         common = {"requests": size.requests, "context": size.context, "itemsize": size.itemsize}

@@ -65,7 +65,7 @@ class ReplayDrafter(Drafter):
         device: torch.device,
     ) -> None:
         # its own proposals do not end where the inner one's would
-        self.spec = replace(inner.spec, estimates=False) if inner is not None else DraftSpec()
+        self.spec = replace(inner.spec, estimates=False, stops=False) if inner is not None else DraftSpec()
         self.inner = inner
         self._index = RecordingIndex(recordings)
         self._vocab_size = vocab_size

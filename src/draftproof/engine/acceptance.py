@@ -29,6 +29,7 @@ MOST_FULL = 200  # proposals that had all drafts which are counted afterwards, o
 OWN_MEMORY = 0.95  # weight that a request's past keeps with each of its rounds
 MOST_WEIGHT = 1e6  # weight of a new round, relative to the first, at which weights are rescaled
 POOL_WEIGHT = 4.0  # weight of a prior, in trials
+GOES_ON = 0.6  # prior chance that a drafter which stops where that pays makes another draft
 MODEL_WEIGHT = 10.0  # see `acceptance_of`
 # The same of having drafts at all, which is certain at first. Of the hundred rounds that are remembered none may have
 # any, and with 4 that would seem 0.04, for which a lookup for one request of a small model seems to pay.
@@ -206,13 +207,14 @@ class Acceptance:
     when asked for. A request's estimates are the pool's, shifted by its `RequestClass`.
 
     `memory`: weight that the past keeps with each round, if one request decodes at a time.
-    `prior_weight`: of `expected`, in trials.
+    `prior_weight`: of `expected`, in trials. `goes_on`: prior chance that there is a draft after another.
     """
 
     num_drafts: int
     expected: float = EXPECTED
     memory: float = POOL_MEMORY
     prior_weight: float = POOL_WEIGHT
+    goes_on: float = 1.0
     accepted: Chances = field(init=False)
     some: Chances = field(init=False)
     given: Chances = field(init=False)
@@ -225,8 +227,8 @@ class Acceptance:
         self.decode_together(1)
         self.accepted = Chances(self.num_drafts, self.expected, prior_weight=self.prior_weight)
         self.some = Chances(1, 1.0, prior_weight=SOME_WEIGHT)
-        self.given = Chances(self.num_drafts, 1.0, num_alike=2)
-        self.followed = Chances(self.num_drafts, 1.0)
+        self.given = Chances(self.num_drafts, self.goes_on, num_alike=2)
+        self.followed = Chances(self.num_drafts, self.goes_on)
 
     def decode_together(self, num_requests: int) -> None:
         """Remember as suits rounds of `num_requests` that decode together: the more, the more rounds, for an estimate
@@ -287,14 +289,8 @@ class Acceptance:
             alive *= follows
         return found
 
-    def count(
-        self, record: AcceptanceRecord, num_drafted: int, num_accepted: int, odds: int | None = None
-    ) -> None:
-        """Count a request's round of `num_drafted` drafts, of which the first `num_accepted` were accepted. `odds`: by
-        which their number was chosen, if not by those of its class. Example: of a draft model's fifth drafts, made
-        where the last ones were accepted, 0.9 are, and 0.8 where 5 are always made."""
-        if odds is not None:
-            record.ratio = ODDS_STEP**odds
+    def count(self, record: AcceptanceRecord, num_drafted: int, num_accepted: int) -> None:
+        """Count a request's round of `num_drafted` drafts, of which the first `num_accepted` were accepted."""
         # fewer than proposed: the output's end has cut them, which says nothing of the drafter
         num_asked = num_drafted if num_drafted < record.last_given else record.last_asked
         is_rejected = num_accepted < num_drafted
@@ -367,8 +363,9 @@ class Acceptance:
         record.given = left * record.given + num_given
 
 
-def acceptance_of(num_drafts: int, *, has_kv: bool) -> Acceptance:
+def acceptance_of(num_drafts: int, *, has_kv: bool, stops: bool = False) -> Acceptance:
     """What is expected of a new drafter. With a model (`has_kv`) the prior of acceptance counts for more: the first
     tokens of an output are harder to draft than later ones, so what the first rounds show must not end drafting.
-    Lookups are also learned from without verifying."""
-    return Acceptance(num_drafts, prior_weight=MODEL_WEIGHT if has_kv else POOL_WEIGHT)
+    Lookups are also learned from without verifying. `stops`: see `DraftSpec`."""
+    weight = MODEL_WEIGHT if has_kv else POOL_WEIGHT
+    return Acceptance(num_drafts, prior_weight=weight, goes_on=GOES_ON if stops else 1.0)

@@ -24,12 +24,10 @@ from draftproof.engine.kept_choice import (
     Kept,
     ReadyChoice,
 )
-from draftproof.engine.own_number import OwnNumber
-from draftproof.engine.persistence import Persistence
-from draftproof.engine.policy import Parts
+from draftproof.engine.policy import Parts, learn_each
 from draftproof.engine.probes import NUM_SETTLING, Probes
-from draftproof.engine.progress import Progress
-from draftproof.engine.row_price import row_prices
+from draftproof.engine.progress import Progress, Round
+from draftproof.engine.row_price import row_prices, stop_price
 from draftproof.engine.shadow_turns import ShadowTurns
 from draftproof.engine.shadows import Comparison
 from draftproof.metrics import Prediction
@@ -52,6 +50,9 @@ CHOOSING_SHARE = 0.005
 # While reports must not wait, so many steps of lookups are reported together: to take one in takes a tenth of a small
 # model's step, and steps in which a lookup has no drafts lose little.
 LOOKUPS_EVERY = 4
+# One in so many reports of rounds is taken in where the drafter stops by itself and the savings last, once costs are
+# well known: all that they tell then is whether drafts pay at all.
+LEARNED_EVERY = 4
 # Where the drafter ends proposals itself, the number of drafts is but a limit, and a good one lasts longer.
 CHOOSING_SHARE_IF_CUT = 0.0025
 CONTEXT_STEP = 256  # tokens of each request within which steps count as equally long, relative to plain ones
@@ -92,12 +93,12 @@ class AutoPolicy:
     is_lookup: bool = False  # its drafts are compared with the output
     probes: bool = False  # now and then some steps have no drafts, see `probes.py`
     is_cut: bool = False  # the drafter, a lookup, itself ends proposals where they do not pay
+    stops: bool = False  # the drafter makes no drafts where going on does not pay, see `RowPrice`
     number: int = 0  # which of a request's `records` is this policy's
     savings: float = ALLOWANCE
     chooser: Chooser = field(init=False)
     _probes: Probes = field(init=False)
     _shadow_turns: ShadowTurns = field(default_factory=ShadowTurns)
-    _persistence: Persistence = field(default_factory=Persistence)  # see `OwnNumber`
     _length: float = 0.0  # mean tokens of a request in the last step
     _kept: Kept | None = None
     _ready: ReadyChoice | None = None
@@ -107,6 +108,7 @@ class AutoPolicy:
     _steps_about: dict[tuple[int, int], tuple[float, _Seconds]] = field(default_factory=dict)
     _num_taken: int = 0  # reports and steps that were taken in
     _num_unobserved: int = 0  # steps since one has corrected the costs
+    _num_learned: int = 0  # reports of rounds
     _was_asked: bool = False  # since a step was last reported
     # reports to be taken in: (method, arguments); and steps, each with the number that it stands for
     _reports: list[tuple[Callable[..., None], tuple[Any, ...]]] = field(default_factory=list)
@@ -114,7 +116,7 @@ class AutoPolicy:
     _choosing_seconds: float = 0.0  # time that the last choice took, with the reports before it
 
     def __post_init__(self) -> None:
-        self.chooser = Chooser(self.costs, self.acceptance)
+        self.chooser = Chooser(self.costs, self.acceptance, self.stops)
         if self.is_lookup:
             self.savings = min(self.savings, LOOKUP_ALLOWANCE)
         self._probes = Probes(self.costs, is_seen=not self.is_lookup)
@@ -122,6 +124,11 @@ class AutoPolicy:
     @property
     def parts(self) -> Parts | None:
         return None
+
+    def _stops(self, num_requests: int) -> bool:
+        """Whether the drafter stops by itself where so many requests decode. Of several some go on nearly always, so
+        that no draft is left out; and those that are surer would be done sooner and leave the others alone."""
+        return self.stops and num_requests == 1
 
     @property
     def levels(self) -> tuple[int, ...]:
@@ -164,39 +171,37 @@ class AutoPolicy:
                 kept = self._next(asked, num_others, before=kept)
             kept = self._probing(kept)
         self._kept = kept
-        kept.use()
+        kept.count_steps(1)
         self._was_asked = True
         return kept.num_drafts
 
     def _goes_on(self, kept: Kept) -> bool:
         """Whether a choice whose time is over is kept for as long again: where making one takes notable time, if the
-        savings allow it, and either the number of drafts follows what is accepted, that is not much less than expected,
-        or they are a lookup's and have not lost since."""
+        savings allow it, and the drafts are a lookup's or the drafter stops where they do not pay, and they have not
+        lost since."""
         if not (kept.choice.num_drafts and kept.is_dear and kept.num_steps < MOST_STEPS_KEPT):
             return False
-        if not self.is_lookup and (kept.own is None or kept.own.is_worse):
+        stops = self._stops(kept.num_made)
+        if not (self.is_lookup or stops) or not self._may_go_on(kept):
             return False
-        if not self._may_go_on(kept):
+        self._settle_steps()
+        enough = kept.saved - kept.choice.worst
+        if self.savings < (min(enough, EARNED) if stops else enough):
             return False
-        if self.is_lookup:
-            self._settle_steps()
-            if self.savings < kept.saved - kept.worst:
-                return False
         kept.go_on(self.savings)
-        if not self._is_well_known(kept.num_made) or kept.num_steps >= kept.num_renewed + RENEWED_EVERY:
-            self._renew(kept)
+        self._renew_if_due(kept)
         return True
 
     def _is_well_known(self, num_requests: int) -> bool:
         """Whether enough steps with drafts of about so many requests have corrected the costs."""
         return self.costs.num_observed(num_requests) >= WELL_KNOWN
 
-    def _renew(self, kept: Kept) -> None:
-        """Let the number and the price of drafts of a choice that goes on depend on what is known now."""
-        kept.num_renewed = kept.num_steps
-        kept.prices = None
-        if kept.own is not None:
-            kept.own.renew(len(kept.asked[0].tokens), self._most_lost(kept.choice, kept.longer))
+    def _renew_if_due(self, kept: Kept) -> None:
+        """Let the price of drafts of a choice that goes on depend on what is known now: at once while little is known
+        of the costs, and else once in a while."""
+        if not self._is_well_known(kept.num_made) or kept.num_steps >= kept.num_renewed + RENEWED_EVERY:
+            kept.num_renewed = kept.num_steps
+            kept.prices = kept.stop_price = None
 
     def _passes_on(self, kept: Kept, asked: Sequence[Progress], ready: DraftChoice) -> bool:
         """Whether the choice that was kept for new requests, of which this is what they get, is kept for these ones."""
@@ -207,14 +212,10 @@ class AutoPolicy:
         """Whether the savings last for as long again, whatever becomes of the drafts."""
         # the steps that wait have lost as much at most
         num_waiting = sum(number for step, number in self._steps if not step.is_plain)
-        if self._affordable(kept.worst) < kept.longer + num_waiting / ROUNDS_KEPT:
+        if self._affordable(kept.choice.worst) < kept.longer + num_waiting / ROUNDS_KEPT:
             self._settle_steps()
-            return self._affordable(kept.worst) >= kept.longer
+            return self._affordable(kept.choice.worst) >= kept.longer
         return True
-
-    def _most_lost(self, choice: DraftChoice, longer: int) -> float:
-        """What a step with drafts may lose, in plain steps, for as long as a choice is kept."""
-        return max(choice.worst, (self.savings - ALLOWANCE) / (ROUNDS_KEPT * longer))
 
     def _affordable(self, worst: float) -> float:
         """For how many times `ROUNDS_KEPT` steps the savings last if no draft is accepted and each loses `worst`."""
@@ -228,7 +229,7 @@ class AutoPolicy:
             if ready is not None:  # reports wait for the next choice, which is made while a step runs
                 if before is not None and self._passes_on(before, asked, ready):
                     before.pass_on(asked)
-                    self._renew(before)
+                    self._renew_if_due(before)
                     return before
                 self._settle_steps()
                 self._let_go()
@@ -346,7 +347,9 @@ class AutoPolicy:
         self.acceptance.decode_together(len(asked) + num_others)
         num_drafts = [choice.num_drafts.get(its_class, 0) for its_class in classes]
         num_steps = ROUNDS_KEPT if choice.num_drafts else TOLD_KEPT * PLAIN_EVERY
-        share = CHOOSING_SHARE_IF_CUT if self.is_cut else CHOOSING_SHARE
+        stops = self._stops(len(asked) + num_others)
+        is_limit = self.is_cut or stops
+        share = CHOOSING_SHARE_IF_CUT if is_limit else CHOOSING_SHARE
         enough = self._choosing_seconds / (share * choice.seconds) / num_steps
         affordable = self._affordable(choice.worst) if choice.num_drafts else 0.0
         may_wait = affordable >= 1.0
@@ -356,7 +359,7 @@ class AutoPolicy:
             longer = min(longer, int(affordable))
         # Where steps are captured the time of a choice hardly counts, and another number of requests has other levels.
         # Where the drafter ends proposals itself, the price is that of those that are left.
-        left = 1.0 if self.costs.is_padded else 0.0 if self.is_cut and all(num_drafts) else LEAST_LEFT
+        left = 1.0 if self.costs.is_padded else 0.0 if is_limit and all(num_drafts) else LEAST_LEFT
         fewest = len(asked) * left
         num_made = len(asked) + num_others
         kept = Kept(
@@ -370,22 +373,17 @@ class AutoPolicy:
             num_made,
             fewest,
             share=self.acceptance.share,
-            admits=self.is_cut and bool(choice.num_drafts),
+            admits=is_limit and bool(choice.num_drafts),
             is_dear=round(enough) > 1,
             saved=self.savings,
         )
+        if may_wait and stops and self._is_well_known(num_made):
+            kept.learn_every = LEARNED_EVERY
         if may_wait:
             kept.report_every = OBSERVED_EVERY * (2 if self.is_lookup and kept.is_long else 1)
         elif self.is_lookup and choice.num_drafts:
             # not without: then these are only the steps whose drafts are compared, and each tells something
             kept.report_every = LOOKUPS_EVERY
-        is_verified_whole = not (self.is_lookup or self._gives_less or self.costs.is_padded)
-        if may_wait and num_made == 1 and is_verified_whole:
-            most_lost = self._most_lost(choice, longer)
-            context = len(asked[0].tokens)
-            kept.own = OwnNumber(
-                self.chooser, choice, self._persistence, context, most_lost, self._least_speedup
-            )
         return kept
 
     def _report(self, take: Callable[..., None], *given: Any) -> None:
@@ -449,10 +447,6 @@ class AutoPolicy:
         num_until = self._shadow_turns.num_until(kept.num_drafts, self.levels[-1], is_known=self._is_known)
         return min(kept.num_left, num_until)
 
-    @property
-    def has_changed(self) -> bool:
-        return self._kept is not None and self._kept.has_changed
-
     def repeated(self, num_steps: int) -> None:
         self._shadow_turns.skip(num_steps)
         if self._kept is not None:
@@ -462,6 +456,10 @@ class AutoPolicy:
         kept = self._kept
         if kept is None or self.costs.is_padded:
             return RowPrice()
+        if self._stops(kept.num_made):
+            if kept.stop_price is None:
+                kept.stop_price = stop_price(self.costs, kept.choice, len(kept.asked[0].tokens))
+            return kept.stop_price
         if kept.prices is None:
             length = sum(len(request.tokens) for request in kept.asked) / len(kept.asked)
             kept.prices = row_prices(
@@ -523,11 +521,16 @@ class AutoPolicy:
     def verified(
         self, request: Progress, num_drafted: int, num_accepted: int, *, is_model: bool = True
     ) -> None:
-        kept, record = self._kept, request.records[self.number]
-        if kept is not None:
-            kept.count_round(num_drafted, num_accepted)
-        odds = kept.odds if kept is not None else None
-        self._report(self.acceptance.count, record, num_drafted, num_accepted, odds)
+        record = request.records[self.number]
+        self._report(self.acceptance.count, record, num_drafted, num_accepted)
+
+    def learn(self, request: Progress, rounds: Sequence[Round]) -> None:
+        self._num_learned += 1
+        if self._kept is None or self._num_learned % self._kept.learn_every == 0:
+            learn_each(self, request, rounds)
+        else:
+            record, last = request.records[self.number], rounds[-1]
+            record.last_asked, record.last_given = last.num_asked, last.num_proposed
 
     def compared(self, request: Progress, found: Comparison) -> None:
         num_more = found.num_accepted - found.num_before

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from draftproof.engine.auto_policy import AutoPolicy
 from draftproof.engine.costs import StepOutcome
 from draftproof.engine.interface import RowPrice
-from draftproof.engine.policy import Parts
-from draftproof.engine.progress import Progress
+from draftproof.engine.policy import Parts, learn_each
+from draftproof.engine.progress import Progress, Round
 from draftproof.engine.shadows import Comparison
 from draftproof.metrics import Prediction
 
@@ -77,11 +77,6 @@ class ChainPolicy:
             return 0
         return min(policy.num_repeats() for policy in self._asked)
 
-    @property
-    def has_changed(self) -> bool:
-        """Never: it is asked about each step in which models draft."""
-        return False
-
     def repeated(self, num_steps: int) -> None:
         for policy in self._asked:
             policy.repeated(num_steps)
@@ -92,7 +87,8 @@ class ChainPolicy:
         return (self.lookups, self.models) if self._are_models_asked else (self.lookups,)
 
     def price(self) -> RowPrice:
-        return self.lookups.price()
+        of_models = self.models.price()
+        return self.lookups.price()._replace(of_draft=of_models.of_draft, of_row=of_models.of_row)
 
     def will_draft(self, request: Progress, num_others: int, num_lost: int = 0) -> bool:
         return self.models.will_draft(request, num_others, num_lost)
@@ -108,6 +104,9 @@ class ChainPolicy:
     def verified(self, request: Progress, num_drafted: int, num_accepted: int, *, is_model: bool) -> None:
         (self.models if is_model else self.lookups).verified(request, num_drafted, num_accepted)
 
+    def learn(self, request: Progress, rounds: Sequence[Round]) -> None:
+        learn_each(self, request, rounds)
+
     def compared(self, request: Progress, found: Comparison) -> None:
         self.lookups.compared(request, found)
 
@@ -115,7 +114,8 @@ class ChainPolicy:
         most = max(self._parts.of_models, default=0)
         if most:
             self.lookups.rested(self.report_every)
-            self.models.finished(step._replace(num_drafts=most))
+            num_made = min(most, step.num_drafts) if self.models.stops else most
+            self.models.finished(step._replace(num_drafts=num_made))
         elif step.is_plain:
             # in a probe each step is told, which would be too many for the models
             num_steps = 0 if self.lookups.is_probing else self.plain_every

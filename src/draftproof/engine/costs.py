@@ -191,9 +191,15 @@ class DraftCosts:
         self.by_requests.setdefault(num_requests, Curve()).set(num_drafts, seconds)
         self._known.clear()
 
-    def at(self, num_requests: int, num_drafts: int) -> float:
+    def at(self, num_requests: int, num_drafts: float) -> float:
+        """Seconds; of a mean number of drafts, by those of the whole numbers beside it."""
         if not num_drafts:
             return 0.0
+        whole = int(num_drafts)
+        if whole != num_drafts:
+            low, high = self.at(num_requests, whole), self.at(num_requests, whole + 1)
+            return low + (num_drafts - whole) * (high - low)
+        num_drafts = whole
         if not self.by_requests:
             return self._each(num_requests.bit_length()) * num_requests
         found = self._known.get((num_requests, num_drafts))
@@ -272,7 +278,7 @@ class StepCosts:
         is_plain = not num_drafts and num_rows == num_requests
         return seconds if is_plain else max(seconds, self.plain(num_requests, context))
 
-    def ragged(self, num_requests: int, context: int) -> Callable[[int, int], float]:
+    def ragged(self, num_requests: int, context: int) -> Callable[[int, float], float]:
         """`step` as a function of rows and drafts (not 0), where steps are not padded to buckets. Faster than `step`:
         what does not depend on the two is looked up once."""
         pace, drafted = self._pace_of(num_requests, num_requests + 1, 1)
@@ -284,7 +290,7 @@ class StepCosts:
         host_at, passes = self._host(num_requests, is_plain=False), self._passes
         least = self.plain(num_requests, context)
 
-        def step(num_rows: int, num_drafts: int) -> float:
+        def step(num_rows: int, num_drafts: float) -> float:
             times = asked_times
             if num_rows > num_requests:
                 times = drafted_times * (num_rows / num_requests) ** power
@@ -431,7 +437,7 @@ class StepCosts:
         most_drafts = self.levels[-1]
         return 1.0 + HOST_PER_ROW * min(most_drafts, max(0.0, num_rows / num_requests - 1.0))
 
-    def _passes(self, num_requests: int, num_rows: int, num_drafts: int) -> float:
+    def _passes(self, num_requests: int, num_rows: int, num_drafts: float) -> float:
         """Seconds of both passes with empty context."""
         if not self.is_padded:
             num_rows = rounded_rows(num_requests, num_rows, self.levels[-1])

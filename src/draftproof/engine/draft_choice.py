@@ -126,6 +126,7 @@ class Chooser:
 
     costs: StepCosts
     acceptance: Acceptance
+    stops: bool = False  # for a single request no drafts are made beyond those that are proposed
 
     def best(
         self,
@@ -195,12 +196,14 @@ class Chooser:
         drafts: with the first level, and with others. Where only some rounds have drafts, many steps of few requests
         have none at all and are as short as plain ones. Example: one request, with 5 drafts in every fourth round: a
         quarter of the steps have 6 rows, the others 1, and none has the 2.25 rows of the mean."""
-        parts = self._parts(counts)
+        stops = self.stops and num_requests == 1
+        parts = self._parts(counts, stops=stops)
         step = self.costs.ragged(num_requests, context)
         tokens = float(num_requests)  # emitted by a step
         steps_per_token = float(num_requests)  # the sum over requests of steps per token
         draft_rows = DraftRows()
         nobody = 1.0  # chance that no request has drafts
+        longer = self.acceptance.longer
         most_drafts, best, best_speed = 0, None, 0.0
         admitted: set[RequestClass] = set()
         left = sum(part.worth * counts[part.its_class] for part in parts)
@@ -215,14 +218,13 @@ class Chooser:
             draft_rows.add(part, count)
             most_drafts = max(most_drafts, part.level)
             few, many = draft_rows.usual(nobody)
-            drafted = step(num_requests + few, most_drafts)
+            num_made = sum(longer[:most_drafts]) if stops else most_drafts
+            drafted = step(num_requests + few, num_made)
             if many > few:
-                drafted = (drafted + step(num_requests + many, most_drafts)) / 2
+                drafted = (drafted + step(num_requests + many, num_made)) / 2
             if drafted > most[most_drafts > self.costs.levels[1]]:
                 continue
-            seconds = (
-                (1.0 - nobody) * drafted + nobody * step(num_requests, most_drafts) if nobody else drafted
-            )
+            seconds = (1.0 - nobody) * drafted + nobody * step(num_requests, num_made) if nobody else drafted
             balanced = num_requests * num_requests / steps_per_token
             if balanced > best_speed * seconds:
                 best, best_speed = (number, tokens, seconds, balanced), balanced / seconds
@@ -245,9 +247,10 @@ class Chooser:
         first = tokens[self.costs.levels[1]]
         return [min(number, first + (1.0 - DOUBTED) * (number - first)) for number in tokens]
 
-    def _parts(self, counts: Iterable[RequestClass]) -> list[Part]:
+    def _parts(self, counts: Iterable[RequestClass], *, stops: bool) -> list[Part]:
         """All parts of all classes, those of the highest rank first. A part that ranks higher than the one before it is
-        joined to that: the drafts before it are its price."""
+        joined to that: the drafts before it are its price. `stops`: late drafts are only made where they are likely to
+        be right, so all of them is counted on."""
         levels = self.costs.levels
         longer = self.acceptance.longer
         lengths = [0.0, *accumulate(longer)]
@@ -257,7 +260,7 @@ class Chooser:
         for its_class in counts:
             share = its_class.share
             tokens = self.tokens(share, its_class.odds)
-            counted_on = self.counted_on(tokens)
+            counted_on = tokens if stops else self.counted_on(tokens)
             own: list[Part] = []
             for low, high in pairwise(levels):
                 num_rows = share * (lengths[high] - lengths[low])

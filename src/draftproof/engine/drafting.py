@@ -261,11 +261,7 @@ class Drafting:
         if waits or not request.rounds:
             return
         rounds, request.rounds = request.rounds, []
-        for num_observed, num_accepted, num_asked, num_proposed in rounds:
-            if num_observed:
-                self.policy.verified(request, num_observed, num_accepted, is_model=True)
-            if num_asked:
-                self.policy.proposed(request, num_asked, num_proposed, is_model=True)
+        self.policy.learn(request, rounds)
 
     def compare(self, request: Progress, num_steps: int, *, is_last: bool) -> None:
         """Report to the policy what a request's new tokens tell of its shadow drafts, in some of `num_steps` so far and
@@ -351,8 +347,6 @@ class Drafting:
         self._last_result = now
         if flight.shadowing is not None:
             self._keep_shadows(flight, results, flight.shadowing)
-        if self._repeat is not None and self.policy.has_changed:
-            self._end_repeat()
         is_typical = self._count(flight.has_prompts)
         if not self._runner.num_drafts:
             return
@@ -391,7 +385,15 @@ class Drafting:
             each_tokens = self._num_tokens / self._num_requests
             self._num_tokens = self._num_requests = 0
         policy.finished(
-            flight.outcome(results, seconds, host_seconds, draft_seconds, each_tokens, is_typical=is_typical)
+            flight.outcome(
+                results,
+                seconds,
+                host_seconds,
+                draft_seconds,
+                each_tokens,
+                is_typical=is_typical,
+                stops=self._runner.drafter_stops,
+            )
         )
         if self._repeat is not None:
             self._repeat.num_left = policy.num_repeats() if self._repeat.is_asked else RESTING_EVERY

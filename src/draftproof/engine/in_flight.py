@@ -47,12 +47,13 @@ class InFlightStep:
         each_tokens: float,
         *,
         is_typical: bool,
+        stops: bool,
     ) -> StepOutcome:
-        """What the policy learns from it; for a step in which every request decoded."""
+        """What the policy learns from it; for a step in which every request decoded. `stops`: as the runner says."""
         num_rows = num_drafts = num_tokens = context = num_asked = 0
         for scheduled, result in zip(self.scheduled, results, strict=True):
             num_rows += scheduled.num_rows
-            num_drafts = max(num_drafts, scheduled.num_drafts)
+            num_drafts = max(num_drafts, result.num_proposed if stops else scheduled.num_drafts)
             num_asked += scheduled.num_drafts > 0
             num_tokens += len(result.token_ids)
             context += scheduled.start

@@ -29,10 +29,15 @@ class StepSize(NamedTuple):
 class RowPrice(NamedTuple):
     """When a further draft row of a pass pays: if it brings more tokens than the other rows do on average. Without
     drafts of its own a request shares a pass that brings `others` tokens to other requests and takes as long as `rows`
-    rows; 0 rows: its length does not depend on drafts. See `DraftRuntime.price`."""
+    rows; 0 rows: its length does not depend on drafts. See `DraftRuntime.price`.
+
+    For drafters that make one draft after the other: tokens that come in the time in which a further draft is made for
+    each request, and in that of its row; 0: each pays. See `kernels.stopping`."""
 
     others: float = 0.0
     rows: float = 0.0
+    of_draft: float = 0.0
+    of_row: float = 0.0
 
 
 class DeviceFaultError(RuntimeError):
@@ -268,6 +273,12 @@ class Runner(Protocol):
     @property
     def drafter_estimates(self) -> bool:
         """Whether the drafter ends proposals by `StepInput.price`."""
+        ...
+
+    @property
+    def drafter_stops(self) -> bool:
+        """Whether it also makes no drafts beyond the end of a proposal; in a chain: those of its members that run a
+        model."""
         ...
 
     @property

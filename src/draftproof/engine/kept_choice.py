@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from draftproof.engine.draft_choice import DraftChoice
-from draftproof.engine.own_number import OwnNumber
+from draftproof.engine.interface import RowPrice
 from draftproof.engine.probes import PROBED_STEPS
 from draftproof.engine.progress import Progress
 from draftproof.engine.row_price import RowPrices
@@ -16,8 +16,8 @@ from draftproof.engine.row_price import RowPrices
 # drafts, while the savings allow it: `ROUNDS_KEPT` steps. Without drafts: `TOLD_KEPT` reported steps, of which there is
 # one in `PLAIN_EVERY`, since they are alike. If choosing would then take more than `CHOOSING_SHARE` of the time, up to
 # `MOST_KEPT` times as long; the first choice for these requests, if it took twice that, up to `FIRST_KEPT` times,
-# unless it is a lookup's and the savings last. Then it may go on for as long again, if it has an `OwnNumber` or is a
-# lookup's, or be passed on to new requests.
+# unless it is a lookup's and the savings last. Then it may go on for as long again, if the drafter stops by itself or
+# is a lookup, or be passed on to new requests.
 ROUNDS_KEPT, TOLD_KEPT = 8, 3
 PLAIN_EVERY = 8
 # While no request can draft, or a choice without drafts is kept for long, one step in so many is reported, and stands
@@ -47,11 +47,14 @@ class Kept:
     fewest: float  # requests with which it is still kept
     share: float  # how often there are drafts, as was known when it was made
     report_every: int = 1  # steps with drafts
+    learn_every: int = 1  # reports of rounds, of which one is taken in
     admits: bool = False
     is_dear: bool = False  # making one takes more than its share of the time
     saved: float = 0.0  # savings when it was made, or went on
     interrupted: Kept | None = None  # for a probe, see `probes.py`: the choice that goes on after it
-    prices: RowPrices | None = None  # see `Policy.price`, once it was asked for
+    # see `Policy.price`, once it was asked for: of rows, or of a request whose drafter stops by itself
+    prices: RowPrices | None = None
+    stop_price: RowPrice | None = None
     num_steps: int = 0
     num_before: int = 0  # steps that it was used for before it was passed on to its requests
     num_probed: int = 0  # the same, before it was last interrupted
@@ -59,41 +62,17 @@ class Kept:
     num_told: int = 0  # steps reported by `finished`
     num_renewed: int = 0  # steps that it was used for when its number and price were last looked at
     is_over: bool = False
-    own: OwnNumber | None = None  # see there for when there is one
-    # its request's odds, as in `RequestClass`, by which the number was last chosen, if they follow what is accepted
-    odds: int | None = None
-    has_changed: bool = False  # the number of drafts, since it was last used
     _num_more: int = 0  # steps for which it is kept beyond the first `ROUNDS_KEPT * longer`
 
     @property
     def is_probe(self) -> bool:
         return self.interrupted is not None
 
-    @property
-    def worst(self) -> float:
-        """What a step loses if no draft is accepted, in plain steps."""
-        return self.own.worst if self.own is not None else self.choice.worst
-
-    def count_round(self, num_drafted: int, num_accepted: int) -> None:
-        """Count what has become of its request's drafts, and give it as many as suits that."""
-        if self.own is None:
-            return
-        number = self.own.after(num_drafted, num_accepted)
-        if number == self.num_drafts[0]:
-            return
-        self.has_changed = True
-        if number:
-            self.num_drafts = [number]
-        else:
-            self.own, self.is_over = None, True
-
     def pass_on(self, asked: list[Progress]) -> None:
         """Be kept for these requests, as long as for the first and as many, instead of ones that have ended. All are
         new, so they get the same number of drafts."""
         self.asked = asked
         self.num_drafts = [next(iter(self.choice.num_drafts.values()), 0)] * len(asked)
-        if self.own is not None:
-            self.own.restart()
         self.num_told = 0
         self.num_before = self._num_more = self.num_steps
 
@@ -106,7 +85,6 @@ class Kept:
             longer=1,
             may_wait=False,
             report_every=1,
-            own=None,
             interrupted=self,
             num_steps=0,
             _num_more=0,
@@ -114,12 +92,6 @@ class Kept:
             num_told=0,
             is_over=False,
         )
-
-    def use(self) -> None:
-        """Note that a step uses its numbers, as they are now."""
-        self.has_changed = False
-        self.odds = self.own.odds if self.own is not None else None
-        self.count_steps(1)
 
     def hurry(self) -> None:
         """Be over after `ROUNDS_KEPT` more steps at most."""

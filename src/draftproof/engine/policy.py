@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 from draftproof.engine.costs import StepOutcome
 from draftproof.engine.interface import RowPrice
 from draftproof.engine.kept_choice import PLAIN_EVERY, RESTING_EVERY
-from draftproof.engine.progress import Progress
+from draftproof.engine.progress import Progress, Round
 from draftproof.engine.shadows import Comparison
 
 
@@ -63,11 +63,6 @@ class Policy(Protocol):
         none to compare. Called after `choose` and `shadows`, and after reports while it holds."""
         ...
 
-    @property
-    def has_changed(self) -> bool:
-        """Whether its last answer holds no longer, by what verified drafts have shown since."""
-        ...
-
     def repeated(self, num_steps: int) -> None:
         """Its answer was used for so many more steps."""
         ...
@@ -96,6 +91,11 @@ class Policy(Protocol):
         they are not compared."""
         ...
 
+    def learn(self, request: Progress, rounds: Sequence[Round]) -> None:
+        """A request's last rounds, oldest first: what became of drafts that are not compared, and how many were
+        proposed. Stands for `verified` and `proposed` for each."""
+        ...
+
     def compared(self, request: Progress, found: Comparison) -> None:
         """Drafts of a request were compared with its new tokens."""
         ...
@@ -110,6 +110,15 @@ class Policy(Protocol):
         ...
 
 
+def learn_each(policy: Policy, request: Progress, rounds: Sequence[Round]) -> None:
+    """Tell a policy of a request's rounds one at a time."""
+    for num_observed, num_accepted, num_asked, num_proposed in rounds:
+        if num_observed:
+            policy.verified(request, num_observed, num_accepted, is_model=True)
+        if num_asked:
+            policy.proposed(request, num_asked, num_proposed, is_model=True)
+
+
 class FixedPolicy:
     """Always K drafts for each request."""
 
@@ -118,7 +127,6 @@ class FixedPolicy:
     report_every = PLAIN_EVERY
     plain_every = PLAIN_EVERY
     is_probing = False
-    has_changed = False
 
     def __init__(self, num_drafts: int) -> None:
         self._num_drafts = num_drafts
@@ -149,6 +157,9 @@ class FixedPolicy:
 
     def verified(self, request: Progress, num_drafted: int, num_accepted: int, *, is_model: bool) -> None:
         pass
+
+    def learn(self, request: Progress, rounds: Sequence[Round]) -> None:
+        learn_each(self, request, rounds)
 
     def compared(self, request: Progress, found: Comparison) -> None:
         pass

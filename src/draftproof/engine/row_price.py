@@ -1,4 +1,4 @@
-"""When a copied draft is worth its row: what a further row of the next pass has to bring."""
+"""When a draft is worth its time: what a further row of the next pass has to bring, or a further draft."""
 
 from __future__ import annotations
 
@@ -81,3 +81,15 @@ def _further_row(
         last = rounded_rows(num_requests, first + 1, most_drafts)
     beside = (step(last, most) - step(first, most)) / (last - first)
     return alone + others * (beside - alone)
+
+
+def stop_price(costs: StepCosts, choice: DraftChoice, length: int) -> RowPrice:
+    """What a request of `length` tokens that decodes alone has to expect of another draft, if drafts are made one after
+    the other: the tokens that come in the time of making and verifying it, in steps like those of `choice`."""
+    most = costs.levels[-1]
+    if most == 1:
+        return RowPrice()  # there is never another one
+    step, speed = costs.ragged(1, length), choice.tokens / choice.seconds
+    of_draft = (step(1 + most, most) - step(1 + most, 1)) / (most - 1)
+    of_row = (step(1 + most, most) - step(2, most)) / (most - 1)
+    return RowPrice(of_draft=speed * of_draft, of_row=speed * of_row)

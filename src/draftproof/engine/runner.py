@@ -130,6 +130,10 @@ class ModelRunner:
     def drafter_estimates(self) -> bool:
         return self.price is not None
 
+    @property
+    def drafter_stops(self) -> bool:
+        return self.price is not None and self.spec.stops
+
     def drafter_health(self) -> DrafterHealth:
         each = tuple(sandbox.num_faults for sandbox in self.sandboxes)
         if not any(each):

@@ -69,7 +69,7 @@ def unpack(vector: Sequence[int]) -> StepInput:
         without_drafter=bool(reader.integer()),
         without_models=bool(reader.integer()),
         most_model_drafts=reader.number_or_none(),
-        price=RowPrice(reader.number(), reader.number()),
+        price=RowPrice(*(reader.number() for _ in RowPrice._fields)),
         masks=[array("i", reader.integers()).tobytes() for _ in range(reader.integer())],
         forced=[(reader.integer(), reader.integer(), reader.integers()) for _ in range(reader.integer())],
     )

@@ -1,9 +1,9 @@
 """The operators of passes and steps: the table of all operators, and the choice of versions for a device.
 
 Every operator is row-safe (law 2): every bit of a row's output depends only on that row's inputs, not on how many rows
-share the call, nor on the number of threads; those that only draft, `continuation` and `confidence`, also read what
-they were told before. Each operator has a folder, whose `__init__.py` defines its interface and registers its versions.
-The versions are chosen once per process and passed on as an argument.
+share the call, nor on the number of threads; those that only draft, `continuation`, `confidence` and `stopping`, also
+read what they were told before. Each operator has a folder, whose `__init__.py` defines its interface and registers its
+versions. The versions are chosen once per process and passed on as an argument.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from draftproof.kernels import (
     rows,
     sample,
     step,
+    stopping,
 )
 from draftproof.kernels.continuation.spec import ContinuationOps
 from draftproof.kernels.experts.spec import ExpertOps
@@ -54,6 +55,7 @@ class Ops:
     soft_cap: activation.SoftCap
     lookup: lookup.Lookup
     confidence: confidence.Confidence
+    stopping: stopping.Stopping
     continuation: ContinuationOps
     step: StepOps
     experts: ExpertOps
@@ -74,6 +76,7 @@ OPERATORS: dict[str, Versions[Any]] = {
     "soft_cap": activation.SOFT_CAP,
     "lookup": lookup.LOOKUP,
     "confidence": confidence.CONFIDENCE,
+    "stopping": stopping.STOPPING,
     "continuation": continuation.CONTINUATION,
     "step": step.STEP,
     "experts": experts.EXPERTS,

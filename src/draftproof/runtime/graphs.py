@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, cast
 
@@ -102,6 +103,11 @@ class Graphs(Protocol):
 
     def holds(self, key: Key) -> int:
         """The number of `key`'s recording, as in `latest`; 0 if not recorded."""
+        ...
+
+    def unless(self, flag: Tensor) -> AbstractContextManager[None]:
+        """A context: what a function does in it may be left out of a replay in which `flag`, int64 [1], is not 0 by
+        then."""
         ...
 
 
@@ -199,6 +205,9 @@ class Eager:
     def holds(self, key: Key) -> int:
         return 0
 
+    def unless(self, flag: Tensor) -> AbstractContextManager[None]:
+        return nullcontext()
+
 
 EAGER = Eager()
 
@@ -277,6 +286,9 @@ class Recorded:
     def holds(self, key: Key) -> int:
         entry = None if self._library.recorder else self._table.get((*key, torch.get_num_threads()))
         return 0 if entry is None else entry.number
+
+    def unless(self, flag: Tensor) -> AbstractContextManager[None]:
+        return self._library.unless(flag)
 
     def program(self, key: Key) -> Program | None:
         """The program recorded under `key`, for measurements."""
@@ -409,6 +421,9 @@ class Captured:
     def holds(self, key: Key) -> int:
         entry = self._table.get(key)
         return 0 if entry is None else entry.number
+
+    def unless(self, flag: Tensor) -> AbstractContextManager[None]:
+        return nullcontext()  # a graph's kernels all run
 
     def recorded_keys(self) -> list[Key]:
         """The keys of all graphs: the prepared ones, then the others, least recently used first."""

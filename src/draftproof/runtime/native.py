@@ -101,6 +101,21 @@ class Library:
         return self.packed("dp_place", "2P3q")
 
     @contextlib.contextmanager
+    def unless(self, flag: Tensor) -> Iterator[None]:
+        """What is recorded in this context is left out of a replay in which `flag`, int64 [1], is not 0 by then. While
+        recording it runs in any case."""
+        recorder = self.recorder
+        if recorder is None:
+            yield
+            return
+        at = len(recorder.calls)
+        recorder.calls.append(("skip", 0, b""))
+        yield
+        skip = struct.pack("Pq", flag.data_ptr(), len(recorder.calls) - at - 1)
+        recorder.calls[at] = "skip", 0, skip
+        recorder.keep(flag)
+
+    @contextlib.contextmanager
     def record(self) -> Iterator[Recorder]:
         """Record the packed calls made in this context. Recordings do not nest."""
         assert self.recorder is None
@@ -141,6 +156,10 @@ class Recorder:
         self._kept.append(given)
         return given
 
+    def keep(self, given: object) -> None:
+        """Keep alive what calls read or write."""
+        self._kept.append(given)
+
     def mark(self) -> int:
         """The current place in the recording, for `program`."""
         return len(self.calls)
@@ -175,8 +194,8 @@ class Program:
         self._replay(self._table, len(self.calls))
 
     def part(self, names: Sequence[str]) -> Program:
-        """A program of only the calls of the named C functions, for measurements. They read what later calls have left
-        in their memory, so none may read indices from there."""
+        """A program of only the calls of the named C functions, none of them left out, for measurements. They read what
+        later calls have left in their memory, so none may read indices from there."""
         return Program(self._dll, [call for call in self.calls if call[0] in names], self._kept)
 
 

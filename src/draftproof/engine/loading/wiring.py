@@ -21,6 +21,7 @@ from draftproof.engine.chain_policy import ChainPolicy
 from draftproof.engine.core import EngineCore
 from draftproof.engine.costs import DraftCosts, StepCosts, levels_of
 from draftproof.engine.drafting import can_compare
+from draftproof.engine.interface import RowPrice
 from draftproof.engine.loading import caches, memory
 from draftproof.engine.loading.base import MOST_ITEM_BYTES, Base, ProgressCallback
 from draftproof.engine.loading.drafters import Drafters
@@ -133,7 +134,9 @@ def _runner(
         host_looks=device.type == "cpu",
         known=KnownTokens(state.slots.tokens_SL, state.slots.length_S),
         # where steps are padded to captured sizes, a proposal that ends early saves nothing
-        price=torch.zeros(2) if spec.estimates and drafters.is_auto and device.type == "cpu" else None,
+        price=torch.zeros(len(RowPrice._fields))
+        if spec.estimates and drafters.is_auto and device.type == "cpu"
+        else None,
         turns=items.turns,
     )
     _bind(drafters.drafter, memory_lent)
@@ -229,15 +232,18 @@ def _policy(base: Base, drafters: Drafters, runner: ModelRunner) -> Policy:
     meter = StepMeter(runner)
     costs = profile.costs_of(meter, drafters.levels, identity, native.default_cache_dir())
     has_kv, is_lookup = runner.drafter_has_kv, can_compare(runner) and not costs.is_padded
-    is_cut = is_lookup and runner.drafter_estimates
+    is_cut = is_lookup and all(drafters.members[number].spec.estimates for number in drafters.lookups)
+    stops = runner.drafter_stops
     if is_lookup and runner.is_divided:
-        return _chain_policy(costs, profile.lookup_costs(meter, costs), drafters, is_cut=is_cut)
-    acceptance = acceptance_of(drafters.num_drafts, has_kv=has_kv)
+        return _chain_policy(costs, profile.lookup_costs(meter, costs), drafters, is_cut=is_cut, stops=stops)
+    acceptance = acceptance_of(drafters.num_drafts, has_kv=has_kv, stops=stops)
     is_timed = not runner.async_depth and not costs.is_padded  # each pass by the host's clock
-    return AutoPolicy(costs, acceptance, is_lookup=is_lookup, probes=is_timed, is_cut=is_cut)
+    return AutoPolicy(costs, acceptance, is_lookup=is_lookup, probes=is_timed, is_cut=is_cut, stops=stops)
 
 
-def _chain_policy(costs: StepCosts, lookups: DraftCosts, drafters: Drafters, *, is_cut: bool) -> ChainPolicy:
+def _chain_policy(
+    costs: StepCosts, lookups: DraftCosts, drafters: Drafters, *, is_cut: bool, stops: bool
+) -> ChainPolicy:
     """The policy of a chain of lookups and others. `costs`: with the drafts of the others; `lookups`: of drafts of the
     lookups alone."""
     of_lookups, of_models = copy.deepcopy(costs), copy.deepcopy(costs)
@@ -252,7 +258,7 @@ def _chain_policy(costs: StepCosts, lookups: DraftCosts, drafters: Drafters, *, 
             probes=True,
             is_cut=is_cut,
         ),
-        AutoPolicy(of_models, acceptance_of(most, has_kv=True), number=1),
+        AutoPolicy(of_models, acceptance_of(most, has_kv=True, stops=stops), number=1, stops=stops),
     )
 
 

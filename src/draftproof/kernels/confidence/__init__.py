@@ -28,7 +28,7 @@ class Confidence(Protocol):
         tokens_RK: Tensor,  # int64: drafts
         count_R: Tensor,  # int64: number of drafts
         matched_R: Tensor,  # int64: matching tokens before the first draft
-        price: Tensor,  # fp32 [2]: see `DraftRuntime.price`
+        price: Tensor,  # fp32 [4]: see `DraftRuntime.price`
         record: MatchRecord,
     ) -> Tensor:
         """Compare each slot's last proposal with the tokens known since, keep the new one, and return the number of

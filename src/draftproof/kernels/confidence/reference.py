@@ -29,7 +29,7 @@ def confidence_torch(
     record: MatchRecord,
 ) -> Tensor:
     """See `Confidence`."""
-    others, rows = price.tolist()
+    others, rows = price[:2].tolist()
     if not rows:
         return count_R.clone()
     slots, counts = slots_R.tolist(), count_R.tolist()
