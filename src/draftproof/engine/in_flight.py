@@ -53,7 +53,10 @@ class InFlightStep:
         num_rows = num_drafts = num_tokens = context = num_asked = 0
         for scheduled, result in zip(self.scheduled, results, strict=True):
             num_rows += scheduled.num_rows
-            num_drafts = max(num_drafts, result.num_proposed if stops else scheduled.num_drafts)
+            num_made = scheduled.num_drafts
+            if stops and num_made:
+                num_made = max(1, result.num_proposed)  # the first is made even for a request that ends before it
+            num_drafts = max(num_drafts, num_made)
             num_asked += scheduled.num_drafts > 0
             num_tokens += len(result.token_ids)
             context += scheduled.start
