@@ -25,6 +25,7 @@ from draftproof.engine.drafting import (
     StepRun,
     Wanted,
 )
+from draftproof.engine.in_flight import InFlightStep
 from draftproof.engine.interface import (
     NO_NUMBER,
     DeviceFaultError,
@@ -682,6 +683,21 @@ def test_what_lies_behind_the_end_of_an_output_is_neither_hit_nor_miss() -> None
     engine.add_request("a", spec(5, 60, stop_token_ids=[7]))
     assert ids(finish(engine)["a"]) == [5, 6, 7]
     assert told.rounds == [(2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("asked", "proposed", "made"), [((8, 8), (2, 5), 5), ((8, 0), (0, 0), 1), ((0, 0), (0, 0), 0)]
+)
+def test_a_step_took_the_time_of_the_drafts_that_were_made(
+    asked: tuple[int, int], proposed: tuple[int, int], made: int
+) -> None:
+    """Where the drafter stops by itself, which makes a first draft even for a request that has no room for it."""
+    scheduled = [ScheduledRequest(slot, 10, 1, 1, number) for slot, number in enumerate(asked)]
+    results = [RowResult([1], 0, number) for number in proposed]
+    flight = InFlightStep([], scheduled, Pending(results), 0.0)
+    for stops, expected in ((True, made), (False, max(asked))):
+        step = flight.outcome(results, 1.0, 0.1, 0.1, 1.0, is_typical=True, stops=stops)
+        assert (step.num_drafts, step.is_plain) == (expected, not any(asked))
 
 
 @pytest.mark.parametrize("every", [1, 8])

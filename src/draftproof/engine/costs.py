@@ -75,11 +75,12 @@ def rounded_rows(num_requests: int, num_rows: int, most_drafts: int) -> int:
 
 
 class StepOutcome(NamedTuple):
-    """A finished decode-only step. `num_rows`: of all R requests; `num_drafts`: the most that a request wanted next;
-    `num_tokens`: emitted; `context`: tokens of all requests before the step; `host_seconds`: part of `seconds` outside
-    both passes; `is_shadow`: its drafts were shadows; `draft_seconds`: of the drafter for
-    `num_asked` requests, 0: not known; `is_typical`: whether its time is that of such steps; `each_tokens`: that a
-    request got in a step, on the average of those since the last one that was reported; 0: as in this one."""
+    """A finished decode-only step. `num_rows`: of all R requests; `num_drafts`: the most that a request wanted next, or
+    that were made if the drafter stops by itself; `num_tokens`: emitted; `context`: tokens of all requests before the
+    step; `host_seconds`: part of `seconds` outside both passes; `is_shadow`: its drafts were shadows; `draft_seconds`:
+    of the drafter for `num_asked` requests, 0: not known; `is_typical`: whether its time is that of such steps;
+    `each_tokens`: that a request got in a step, on the average of those since the last one that was reported; 0: as in
+    this one."""
 
     num_requests: int
     num_rows: int

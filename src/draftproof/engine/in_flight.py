@@ -54,8 +54,8 @@ class InFlightStep:
         for scheduled, result in zip(self.scheduled, results, strict=True):
             num_rows += scheduled.num_rows
             num_made = scheduled.num_drafts
-            if stops and num_made:
-                num_made = max(1, result.num_proposed)  # the first is made even for a request that ends before it
+            if stops and num_made:  # the first is made even for a request that ends before it
+                num_made = max(1, result.num_proposed)
             num_drafts = max(num_drafts, num_made)
             num_asked += scheduled.num_drafts > 0
             num_tokens += len(result.token_ids)
