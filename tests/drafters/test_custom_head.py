@@ -58,3 +58,9 @@ def breaks(ctx: DraftContext) -> None:
 def test_a_function_that_builds_no_drafter_is_named(name: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         LLM(speculative_config={"method": f"{__name__}.{name}"})
+
+
+def test_a_head_that_is_lent_no_price_is_not_taken_to_stop_by_itself() -> None:
+    """Its number of drafts is what is made."""
+    llm = LLM(max_num_seqs=2, speculative_config={"method": "examples.custom_head.build"})
+    assert not llm.core.runner.drafter_stops and not llm.core.runner.spec.estimates

@@ -20,6 +20,7 @@ from draftproof.engine.acceptance import (
     Acceptance,
     AcceptanceRecord,
     RequestClass,
+    Whole,
 )
 from draftproof.engine.auto_policy import (
     ALLOWANCE,
@@ -434,7 +435,7 @@ def test_short_proposals_are_not_taken_for_long_ones() -> None:
 def test_drafts_go_first_to_requests_with_fewer_tokens() -> None:
     """A good request's second draft is likelier to survive than the other's first, and yet comes later: the good one
     would only end earlier."""
-    parts = policy(0.9).chooser._parts([RequestClass(2), RequestClass(-2)], stops=False)
+    parts = policy(0.9).chooser._parts([RequestClass(2), RequestClass(-2)], 2)
     second, other = (next(p for p in parts if (p.its_class.odds, p.level) == at) for at in ((2, 2), (-2, 1)))
     assert second.num_tokens > other.num_tokens and parts.index(second) > parts.index(other)
 
@@ -461,7 +462,7 @@ def test_a_part_that_is_worth_more_than_the_one_before_it_is_joined_to_it() -> N
     """The first draft takes a row in each round and is right in one of five; the others take rows only then."""
     its = policy(0.6)
     long_when_right(its, every=5)
-    parts = its.chooser._parts([its.acceptance.unknown], stops=False)
+    parts = its.chooser._parts([its.acceptance.unknown], 1)
     assert [part.level for part in parts] == [5, 8]
     assert sum(part.num_rows for part in parts) == pytest.approx(sum(its.acceptance.longer))
     num_tokens = sum(its.acceptance.survival())
@@ -1726,8 +1727,46 @@ def test_drafts_that_are_not_made_take_no_time() -> None:
     assert found.seconds == pytest.approx(1.0 + 0.1 * mean + 0.02 * mean, abs=0.03)
     fewer = all_made.chooser.best({its_class: 1}, worth=0.0)
     assert max(fewer.num_drafts.values()) < 8
-    several = [p.chooser.best({its_class: 4}, worth=0.0) for p in (its, all_made)]
+    whole = stopping_policy(goes_on=1.0)
+    whole.chooser = dataclasses.replace(whole.chooser, stops=False)
+    several = [p.chooser.best({its_class: 4}, worth=0.0) for p in (its, whole)]
     assert several[0] == several[1]
+
+
+def test_rounds_of_several_requests_say_nothing_of_where_a_single_one_stops() -> None:
+    """Nor the other way round."""
+    its, asked = stopping_policy(), [request(4, number) for number in range(4)]
+    its.savings = MOST_SAVED
+    for together in (4, 1, 4):
+        before = list(its.acceptance.longer), its.acceptance.followed.estimates
+        its._kept = None
+        (first, *_) = its.choose(asked[:together], 0)
+        for _ in range(50):
+            given = first if together > 1 else 2
+            its.learn(asked[0], [Round(given, given, first, given)])
+        its._settle()
+        after = its.acceptance.longer, its.acceptance.followed.estimates
+        if together > 1:
+            assert after == before, "all are made, whatever they are worth"
+        else:
+            assert after[0][2] < 0.1 and after[1][1] < 0.2 < 0.8 < after[1][0]
+    assert Whole(its.acceptance).longer == [1.0] * 8
+    chances = its.acceptance.chances(0)
+    assert Whole(its.acceptance).survival(0)[:2] == pytest.approx([chances[0], chances[0] * chances[1]])
+    assert its.chooser.tokens(1.0, 0, 4)[2] == pytest.approx(1.0 + chances[0] + chances[0] * chances[1])
+
+
+def test_a_choice_for_a_much_longer_request_has_another_price(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For one of about the same length it is kept."""
+    monkeypatch.setattr(StepCosts, "num_observed", lambda costs, number: WELL_KNOWN)
+    for length, is_kept in ((100, True), (1000, False)):
+        its, requests = stopping_policy(), [request(4), request(length, 1, limit=2000)]
+        its.savings, its._num_taken = MOST_SAVED, MOST_NEW
+        its._make_ready(1)
+        its.choose(requests[:1], 0)
+        kept, price = its._kept, its.price()
+        its.choose(requests[1:], 0)
+        assert its._kept is kept and (its.price() is price) == is_kept
 
 
 def test_costs_of_a_mean_number_of_drafts_lie_between_those_beside_it() -> None:
@@ -1753,7 +1792,11 @@ def test_few_rounds_of_a_drafter_that_stops_tell_enough(
     rounds = [Round(3, 2, 8, 4), Round(4, 4, 8, 2)]
     for _ in range(4 * LEARNED_EVERY):
         its.learn(asked[0], rounds)
-    taken = len(its._reports) / (2 * len(rounds))  # what was verified, and what was proposed
+    counted = [take for take, _ in its._reports if take is not its._note]
+    taken = len(counted) / (2 * len(rounds))  # what was verified, and what was proposed
+    if changed == "two":
+        taken *= 2  # proposals of several requests have all drafts
+    assert (asked[0].records[0].last_asked, asked[0].records[0].last_given) == (0, 0), "others wait before it"
     its._settle()
     assert taken == (4 if not changed else 4 * LEARNED_EVERY)
     record = asked[0].records[0]

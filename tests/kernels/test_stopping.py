@@ -127,7 +127,7 @@ def test_a_proposal_goes_on_while_the_next_draft_is_expected_to_bring_its_price(
     assert Drafting(stopping).propose([1], [[0.05]] * 6, [6], price(9.0, 9.0)) == ([1], 1), (
         "the first is made"
     )
-    assert Drafting(stopping).propose([1], [[0.05]] * 6, [4], FREE) == ([4], 6)
+    assert Drafting(stopping).propose([1], [[0.05]] * 6, [4], FREE) == ([4], 4), "as many as are wanted"
 
 
 @pytest.mark.parametrize("stopping", VERSIONS)
@@ -144,6 +144,9 @@ def test_several_requests_go_on_together(stopping: Stopping) -> None:
         "the sure one has all"
     )
     assert Drafting(stopping).propose([0, 2], both, [0, 4], price(0.1, 0.01)) == ([0, 2], 2)
+    assert Drafting(stopping).propose([0, 2], both, [3, 2], FREE) == ([3, 2], 3)
+    assert Drafting(stopping).propose([0, 2], both, [4, 4], price(0.0, 0.2)) == ([4, 1], 4), "only rows cost"
+    assert Drafting(stopping).propose([0, 2], both, [4, 4], price(-1.0, 0.9)) == ([1, 1], 1), "nobody goes on"
 
 
 @pytest.mark.parametrize("stopping", VERSIONS)
@@ -197,7 +200,10 @@ def test_versions_agree() -> None:
         width = (WIDTH, 5000)[round_ % 2]
         num = int(k_R.max())
         logits_KRV = 4.0 * torch.randn((num, len(slots), width), generator=generator)
-        logits_KRV[logits_KRV > 15] = math.inf if round_ % 10 == 9 else 15.0
+        if round_ % 10 == 9:
+            logits_KRV[logits_KRV > 15] = math.inf
+        elif round_ % 10 == 8:
+            logits_KRV[:, 0] = -math.inf
         drawn_KR = torch.randint(0, 3, (num, len(slots)), generator=generator)
         counts = [torch.full((len(slots),), 99) for _ in both]
         for step in range(num):
@@ -293,6 +299,26 @@ def test_drafts_that_are_not_proposed_are_not_made(is_native: bool, monkeypatch:
     assert set(steps) == {0}
     proposed(llm, Priced(5, FREE), params, 1)
     assert set(steps) == {0, 1, 2, 3, 4}
+
+
+@pytest.mark.skipif(LIBRARY is None, reason="needs a compiler")
+def test_passes_that_cannot_be_recorded_make_no_more_drafts_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here since rejected drafts are drawn anew, which depends on more than a program's inputs."""
+    settings = {"speculative_config": {"model": EAGLE3}, "max_num_seqs": 1, "verification": "rejection"}
+    llm = LLM(dtype="float32", native=True, **settings)  # type: ignore[arg-type]
+    drafter = internals.drafter_of(llm)
+    assert isinstance(drafter, HeadDrafter) and drafter.runtime is not None
+    ops, steps = drafter.runtime.ops, list[int]()
+
+    def noted(step: int, *given: Any) -> None:
+        steps.append(step)
+        ops.stopping(step, *given)
+
+    noting = dataclasses.replace(drafter.runtime, ops=dataclasses.replace(ops, stopping=noted))
+    monkeypatch.setattr(drafter, "runtime", noting)
+    params = SamplingParams(temperature=1.0, seed=1, max_tokens=40, ignore_eos=True)
+    proposed(llm, Priced(5, price(9.0, 9.0)), params, 1)
+    assert len(steps) > 10 and set(steps) == {0}
 
 
 def test_a_request_begins_with_nothing_known_of_its_slots_last_proposal() -> None:

@@ -302,7 +302,8 @@ class _Steps(NamedTuple):
 
 
 class _Stop:
-    """Decides in one round, after each draft, whether there is a next one; always without a record. See `Stopping`."""
+    """Decides in one round, after each draft, whether there is a next one. Without a record there always is. See
+    `Stopping`."""
 
     def __init__(self, runtime: DraftRuntime, record: StopRecord | None, steps: _Steps) -> None:
         self._runtime = runtime
@@ -337,7 +338,7 @@ class _Stop:
             record,
             *self.counts,
         )
-        self.is_seen = runtime.graphs is EAGER and bool(record.is_over_1)
+        self.is_seen = not runtime.graphs.is_recording and bool(record.is_over_1)
 
 
 class Recurrent(Unroll):

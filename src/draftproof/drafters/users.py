@@ -62,7 +62,8 @@ class UsersDrafter(Drafter):
         """Call inside `contained`: the user's `spec` is read here, and never again."""
         self.drafter: Any = drafter
         self.name = name
-        self.spec: DraftSpec = drafter.spec
+        # it is lent no price, so that it ends no proposals by that
+        self.spec: DraftSpec = dataclasses.replace(drafter.spec, estimates=False, stops=False)
 
     def bind(self, runtime: DraftRuntime) -> None:
         lent = dataclasses.replace(runtime, known=None, price=None)

@@ -289,14 +289,18 @@ class Acceptance:
             alive *= follows
         return found
 
-    def count(self, record: AcceptanceRecord, num_drafted: int, num_accepted: int) -> None:
-        """Count a request's round of `num_drafted` drafts, of which the first `num_accepted` were accepted."""
+    def count(
+        self, record: AcceptanceRecord, num_drafted: int, num_accepted: int, *, is_whole: bool = False
+    ) -> None:
+        """Count a request's round of `num_drafted` drafts, of which the first `num_accepted` were accepted. `is_whole`:
+        all were made that were asked for, which says nothing of where the drafter stops by itself."""
         # fewer than proposed: the output's end has cut them, which says nothing of the drafter
         num_asked = num_drafted if num_drafted < record.last_given else record.last_asked
         is_rejected = num_accepted < num_drafted
-        self.count_compared(record, Comparison(num_asked, num_drafted, 0, num_accepted, is_rejected))
+        found = Comparison(num_asked, num_drafted, 0, num_accepted, is_rejected)
+        self.count_compared(record, found, is_whole=is_whole)
 
-    def count_compared(self, record: AcceptanceRecord, found: Comparison) -> None:
+    def count_compared(self, record: AcceptanceRecord, found: Comparison, *, is_whole: bool = False) -> None:
         """Count what has become of a request's drafts; those before `found.num_before` are counted already."""
         first, num_hits = found.num_before, found.num_accepted
         num_tried = num_hits + found.is_rejected
@@ -312,9 +316,11 @@ class Acceptance:
         if not first:
             # at all positions, not only those that were reached: counts of late positions must age as well
             self.accepted.forget(self._kept)
-            self.followed.forget(self._kept)
+            if not is_whole:
+                self.followed.forget(self._kept)
         self.accepted.count(num_hits, num_tried, first, record.ratio)
-        self._count_followed(found)
+        if not is_whole:
+            self._count_followed(found)
         self._survivals.clear()
 
     def _count_followed(self, found: Comparison) -> None:
@@ -361,6 +367,23 @@ class Acceptance:
         left = OWN_MEMORY**num_rounds
         record.asked = left * record.asked + num_rounds
         record.given = left * record.given + num_given
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """What `acceptance` says of rounds in which all drafts are made that are asked for."""
+
+    acceptance: Acceptance
+
+    @property
+    def longer(self) -> list[float]:
+        return [1.0] * self.acceptance.num_drafts
+
+    def survival(self, odds: int = 0) -> list[float]:
+        return list(itertools.accumulate(self.acceptance.chances(odds), operator.mul))
+
+    def vouched(self, odds: int) -> list[float]:
+        return list(itertools.accumulate(_for_odds(self.acceptance.accepted.least, odds), operator.mul))
 
 
 def acceptance_of(num_drafts: int, *, has_kv: bool, stops: bool = False) -> Acceptance:

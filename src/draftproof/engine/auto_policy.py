@@ -7,9 +7,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from draftproof.engine.acceptance import Acceptance, RequestClass
+from draftproof.engine.acceptance import Acceptance, AcceptanceRecord, RequestClass
 from draftproof.engine.costs import StepCosts, StepOutcome
 from draftproof.engine.draft_choice import RISKED_ON_MANY, WORTH_GOING_ON, WORTH_IT, Chooser, DraftChoice
 from draftproof.engine.interface import RowPrice
@@ -196,10 +197,11 @@ class AutoPolicy:
         """Whether enough steps with drafts of about so many requests have corrected the costs."""
         return self.costs.num_observed(num_requests) >= WELL_KNOWN
 
-    def _renew_if_due(self, kept: Kept) -> None:
-        """Let the price of drafts of a choice that goes on depend on what is known now: at once while little is known
-        of the costs, and else once in a while."""
-        if not self._is_well_known(kept.num_made) or kept.num_steps >= kept.num_renewed + RENEWED_EVERY:
+    def _renew_if_due(self, kept: Kept, *, is_due: bool = False) -> None:
+        """Let the price of drafts of a choice that goes on depend on what is known now: at once if it is due or while
+        little is known of the costs, and else once in a while."""
+        is_old = kept.num_steps >= kept.num_renewed + RENEWED_EVERY
+        if is_due or is_old or not self._is_well_known(kept.num_made):
             kept.num_renewed = kept.num_steps
             kept.prices = kept.stop_price = None
 
@@ -228,8 +230,9 @@ class AutoPolicy:
             ready = self._made_ready(len(asked))
             if ready is not None:  # reports wait for the next choice, which is made while a step runs
                 if before is not None and self._passes_on(before, asked, ready):
+                    longer = abs(len(asked[0].tokens) - len(before.asked[0].tokens))
                     before.pass_on(asked)
-                    self._renew_if_due(before)
+                    self._renew_if_due(before, is_due=longer > CONTEXT_STEP)
                     return before
                 self._settle_steps()
                 self._let_go()
@@ -506,6 +509,10 @@ class AutoPolicy:
         if not is_model:
             self._report(self.acceptance.count_length, record, num_asked, num_drafts)
             return
+        if self.stops:
+            count = self._note if self._are_whole else self.acceptance.count_given
+            self._report(count, record, num_asked, num_drafts)
+            return
         if num_drafts < num_asked and not self._gives_less:
             self._gives_less = True
             self.acceptance.count_full(self._full)
@@ -515,6 +522,16 @@ class AutoPolicy:
             self._full[num_asked] += 1
             record.last_asked, record.last_given = num_asked, num_drafts
 
+    @property
+    def _are_whole(self) -> bool:
+        """Whether all drafts are made, though the drafter stops by itself where one request decodes alone."""
+        return self.stops and not (self._kept is not None and self._stops(self._kept.num_made))
+
+    @staticmethod
+    def _note(record: AcceptanceRecord, num_asked: int, num_given: int) -> None:
+        """Note a proposal that is not counted."""
+        record.last_asked, record.last_given = num_asked, num_given
+
     def looked_up(self, request: Progress, num_asked: int, num_given: int) -> None:
         self._report(self.acceptance.count_some, request.records[self.number], num_asked, num_given)
 
@@ -522,15 +539,18 @@ class AutoPolicy:
         self, request: Progress, num_drafted: int, num_accepted: int, *, is_model: bool = True
     ) -> None:
         record = request.records[self.number]
-        self._report(self.acceptance.count, record, num_drafted, num_accepted)
+        count = partial(self.acceptance.count, is_whole=True) if self._are_whole else self.acceptance.count
+        self._report(count, record, num_drafted, num_accepted)
 
     def learn(self, request: Progress, rounds: Sequence[Round]) -> None:
         self._num_learned += 1
         if self._kept is None or self._num_learned % self._kept.learn_every == 0:
             learn_each(self, request, rounds)
-        else:
-            record, last = request.records[self.number], rounds[-1]
-            record.last_asked, record.last_given = last.num_asked, last.num_proposed
+            return
+        for its in reversed(rounds):
+            if its.num_asked:  # in its turn, since reports before it wait
+                self._report(self._note, request.records[self.number], its.num_asked, its.num_proposed)
+                return
 
     def compared(self, request: Progress, found: Comparison) -> None:
         num_more = found.num_accepted - found.num_before

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from draftproof.engine.acceptance import Acceptance, RequestClass
+from draftproof.engine.acceptance import Acceptance, RequestClass, Whole
 from draftproof.engine.costs import StepCosts
 
 # Least predicted speed-up for which drafts are made: predictions are off by a few per cent.
@@ -161,7 +161,7 @@ class Chooser:
         most_risk = stakes[max(best.num_drafts.values(), default=0) > self.costs.levels[1]]
         if best.risk <= most_risk:
             return best
-        vouched = _num_accepted(counts, best.num_drafts, self.acceptance.vouched)
+        vouched = _num_accepted(counts, best.num_drafts, self._known(num_requests).vouched)
         risk = max(0.0, best.worst - vouched / num_requests)
         if risk <= most_risk:
             return best._replace(risk=risk)
@@ -196,14 +196,13 @@ class Chooser:
         drafts: with the first level, and with others. Where only some rounds have drafts, many steps of few requests
         have none at all and are as short as plain ones. Example: one request, with 5 drafts in every fourth round: a
         quarter of the steps have 6 rows, the others 1, and none has the 2.25 rows of the mean."""
-        stops = self.stops and num_requests == 1
-        parts = self._parts(counts, stops=stops)
+        parts = self._parts(counts, num_requests)
+        stops, longer = self.stops and num_requests == 1, self._known(num_requests).longer
         step = self.costs.ragged(num_requests, context)
         tokens = float(num_requests)  # emitted by a step
         steps_per_token = float(num_requests)  # the sum over requests of steps per token
         draft_rows = DraftRows()
         nobody = 1.0  # chance that no request has drafts
-        longer = self.acceptance.longer
         most_drafts, best, best_speed = 0, None, 0.0
         admitted: set[RequestClass] = set()
         left = sum(part.worth * counts[part.its_class] for part in parts)
@@ -237,9 +236,13 @@ class Chooser:
             chosen[part.its_class] = part.level
         return DraftChoice(chosen, *best[1:])
 
-    def tokens(self, share: float, odds: int) -> list[float]:
-        """Expected tokens of a request in a step, by its number of drafts."""
-        accepted = [0.0, *accumulate(self.acceptance.survival(odds))]
+    def _known(self, num_requests: int) -> Acceptance | Whole:
+        """What is known of the drafts of so many requests that decode together."""
+        return Whole(self.acceptance) if self.stops and num_requests > 1 else self.acceptance
+
+    def tokens(self, share: float, odds: int, num_requests: int = 1) -> list[float]:
+        """Expected tokens of a request in a step of so many, by its number of drafts."""
+        accepted = [0.0, *accumulate(self._known(num_requests).survival(odds))]
         return [1.0 + share * number for number in accepted]
 
     def counted_on(self, tokens: Sequence[float]) -> list[float]:
@@ -247,20 +250,20 @@ class Chooser:
         first = tokens[self.costs.levels[1]]
         return [min(number, first + (1.0 - DOUBTED) * (number - first)) for number in tokens]
 
-    def _parts(self, counts: Iterable[RequestClass], *, stops: bool) -> list[Part]:
-        """All parts of all classes, those of the highest rank first. A part that ranks higher than the one before it is
-        joined to that: the drafts before it are its price. `stops`: late drafts are only made where they are likely to
-        be right, so all of them is counted on."""
+    def _parts(self, counts: Iterable[RequestClass], num_requests: int) -> list[Part]:
+        """All parts of all classes of so many requests, those of the highest rank first. A part that ranks higher than
+        the one before it is joined to that: the drafts before it are its price. All tokens of late drafts are counted
+        on if these are only made where they are likely to be right."""
         levels = self.costs.levels
-        longer = self.acceptance.longer
+        longer = self._known(num_requests).longer
         lengths = [0.0, *accumulate(longer)]
         # the square of a number n is the sum of the first n odd numbers
         squares = [0.0, *accumulate((2 * i + 1) * chance for i, chance in enumerate(longer))]
         found = []
         for its_class in counts:
             share = its_class.share
-            tokens = self.tokens(share, its_class.odds)
-            counted_on = tokens if stops else self.counted_on(tokens)
+            tokens = self.tokens(share, its_class.odds, num_requests)
+            counted_on = tokens if self.stops and num_requests == 1 else self.counted_on(tokens)
             own: list[Part] = []
             for low, high in pairwise(levels):
                 num_rows = share * (lengths[high] - lengths[low])

@@ -393,6 +393,7 @@ class Drafting:
                 each_tokens,
                 is_typical=is_typical,
                 stops=self._runner.drafter_stops,
+                lookups=self._runner.lookups,
             )
         )
         if self._repeat is not None:

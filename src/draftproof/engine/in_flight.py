@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from draftproof.engine.costs import StepOutcome
@@ -48,14 +48,16 @@ class InFlightStep:
         *,
         is_typical: bool,
         stops: bool,
+        lookups: Collection[int] = (),
     ) -> StepOutcome:
-        """What the policy learns from it; for a step in which every request decoded. `stops`: as the runner says."""
+        """What the policy learns from it; for a step in which every request decoded. `stops`, `lookups`:
+        as the runner says."""
         num_rows = num_drafts = num_tokens = context = num_asked = 0
         for scheduled, result in zip(self.scheduled, results, strict=True):
             num_rows += scheduled.num_rows
             num_made = scheduled.num_drafts
-            if stops and num_made:  # the first is made even for a request that ends before it
-                num_made = max(1, result.num_proposed)
+            if stops and num_made and result.drafter not in lookups:
+                num_made = max(1, result.num_proposed)  # the first even for a request without room for it
             num_drafts = max(num_drafts, num_made)
             num_asked += scheduled.num_drafts > 0
             num_tokens += len(result.token_ids)

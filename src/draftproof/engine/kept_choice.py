@@ -60,7 +60,7 @@ class Kept:
     num_probed: int = 0  # the same, before it was last interrupted
     longest: float = 1.0  # plain steps that a step with all its drafts took, as was believed then
     num_told: int = 0  # steps reported by `finished`
-    num_renewed: int = 0  # steps that it was used for when its number and price were last looked at
+    num_renewed: int = 0  # steps that it was used for when its price was last looked at
     is_over: bool = False
     _num_more: int = 0  # steps for which it is kept beyond the first `ROUNDS_KEPT * longer`
 

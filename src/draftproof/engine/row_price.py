@@ -92,4 +92,4 @@ def stop_price(costs: StepCosts, choice: DraftChoice, length: int) -> RowPrice:
     step, speed = costs.ragged(1, length), choice.tokens / choice.seconds
     of_draft = (step(1 + most, most) - step(1 + most, 1)) / (most - 1)
     of_row = (step(1 + most, most) - step(2, most)) / (most - 1)
-    return RowPrice(of_draft=speed * of_draft, of_row=speed * of_row)
+    return RowPrice(of_draft=speed * max(0.0, of_draft), of_row=speed * max(0.0, of_row))

@@ -105,6 +105,11 @@ class Graphs(Protocol):
         """The number of `key`'s recording, as in `latest`; 0 if not recorded."""
         ...
 
+    @property
+    def is_recording(self) -> bool:
+        """Whether a function is being recorded, which must not read values on the host."""
+        ...
+
     def unless(self, flag: Tensor) -> AbstractContextManager[None]:
         """A context: what a function does in it may be left out of a replay in which `flag`, int64 [1], is not 0 by
         then."""
@@ -185,6 +190,7 @@ class Eager:
     """The service that records nothing and always calls the function."""
 
     calls_once = True
+    is_recording = False
     latest = 0
     num_warming = 0
     num_bytes = 0
@@ -286,6 +292,10 @@ class Recorded:
     def holds(self, key: Key) -> int:
         entry = None if self._library.recorder else self._table.get((*key, torch.get_num_threads()))
         return 0 if entry is None else entry.number
+
+    @property
+    def is_recording(self) -> bool:
+        return self._library.recorder is not None
 
     def unless(self, flag: Tensor) -> AbstractContextManager[None]:
         return self._library.unless(flag)
@@ -421,6 +431,10 @@ class Captured:
     def holds(self, key: Key) -> int:
         entry = self._table.get(key)
         return 0 if entry is None else entry.number
+
+    @property
+    def is_recording(self) -> bool:
+        return self._is_capturing
 
     def unless(self, flag: Tensor) -> AbstractContextManager[None]:
         return nullcontext()  # a graph's kernels all run

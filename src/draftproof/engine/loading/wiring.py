@@ -232,7 +232,8 @@ def _policy(base: Base, drafters: Drafters, runner: ModelRunner) -> Policy:
     meter = StepMeter(runner)
     costs = profile.costs_of(meter, drafters.levels, identity, native.default_cache_dir())
     has_kv, is_lookup = runner.drafter_has_kv, can_compare(runner) and not costs.is_padded
-    is_cut = is_lookup and all(drafters.members[number].spec.estimates for number in drafters.lookups)
+    specs = [drafters.members[number].spec for number in drafters.lookups]
+    is_cut = is_lookup and all(spec.estimates and not spec.stops for spec in specs)
     stops = runner.drafter_stops
     if is_lookup and runner.is_divided:
         return _chain_policy(costs, profile.lookup_costs(meter, costs), drafters, is_cut=is_cut, stops=stops)

@@ -44,27 +44,33 @@ void learn(const StoppingArgs* a, int64_t slot) {
 
 extern "C" void dp_stopping(const StoppingArgs* a) {
     const double of_draft = a->price[2], of_row = a->price[3];
+    const bool is_free = of_draft == 0.0 && of_row == 0.0;
     if (!a->step) {
         *a->is_over = 0;
         for (int64_t r = 0; r < a->requests; r++) {
             a->count[r] = 0;
             a->survival[a->slots[r]] = 1.0;
-            if (of_draft != 0.0) learn(a, a->slots[r]);
+            if (!is_free) learn(a, a->slots[r]);
         }
     }
-    if (of_draft == 0.0) {
-        for (int64_t r = 0; r < a->requests; r++) a->count[r] = std::min(a->k[r], a->step + 1);
+    if (is_free) {
+        *a->is_over = 1;
+        for (int64_t r = 0; r < a->requests; r++) {
+            a->count[r] = std::min(a->k[r], a->step + 1);
+            if (a->k[r] > a->step + 1) *a->is_over = 0;
+        }
         return;
     }
     if (*a->is_over) return;
     std::vector<dp::Normalizer> sums(a->requests);
     dp::normalizers(a->logits, sums.data(), a->requests, a->width, a->threads);
     double gained = 0.0;
+    int64_t num_going_on = 0;
     for (int64_t r = 0; r < a->requests; r++) {
         const int64_t slot = a->slots[r];
         double survival = a->survival[slot];
         if (a->step >= a->k[r] || survival == 0.0) continue;
-        const float confidence = 1.0f / sums[r].total;
+        const float confidence = sums[r].total > 0.0f ? 1.0f / sums[r].total : 0.0f;  // else all are -inf
         int64_t bin = 0;
         while (bin < a->num_bins - 1 && a->ends[bin] < confidence) bin++;
         if (a->step < a->most_kept) {
@@ -79,7 +85,9 @@ extern "C" void dp_stopping(const StoppingArgs* a) {
         const double expected = survival * chance;
         const bool goes_on = a->step + 1 < a->k[r] && expected >= of_row;
         a->survival[slot] = goes_on ? survival : 0.0;
-        if (goes_on) gained += expected - of_row;
+        if (!goes_on) continue;
+        gained += expected - of_row;
+        num_going_on++;
     }
-    *a->is_over = gained < of_draft;
+    *a->is_over = !num_going_on || gained < of_draft;
 }

@@ -25,20 +25,22 @@ def stopping_torch(
 ) -> None:
     """See `Stopping`."""
     of_draft, of_row = price.tolist()[2:]
+    is_free = not (of_draft or of_row)
     slots = slots_R.tolist()
     if not step:
         count_R.zero_()
         record.is_over_1.zero_()
         record.survival_S[slots_R] = 1.0
-        for slot in slots if of_draft else ():
+        for slot in () if is_free else slots:
             _learn(tokens_SL[slot], int(length_S[slot]), record, slot)
-    if not of_draft:
+    if is_free:
         count_R.copy_(k_R.clamp(max=step + 1))
+        record.is_over_1.fill_(not bool((k_R > step + 1).any()))
         return
     if int(record.is_over_1):
         return
     confidence_R = torch.softmax(logits_RV.float(), -1).amax(-1)
-    chances, gained = record.chances(), 0.0
+    chances, gained, num_going_on = record.chances(), 0.0, 0
     for r, slot in enumerate(slots):
         survival = float(record.survival_S[slot])
         if step >= int(k_R[r]) or not survival:
@@ -52,8 +54,10 @@ def stopping_torch(
         expected = survival * chances[its_bin]
         goes_on = step + 1 < int(k_R[r]) and expected >= of_row
         record.survival_S[slot] = survival if goes_on else 0.0
-        gained += expected - of_row if goes_on else 0.0
-    record.is_over_1.fill_(gained < of_draft)
+        if goes_on:
+            gained += expected - of_row
+            num_going_on += 1
+    record.is_over_1.fill_(not num_going_on or gained < of_draft)
 
 
 def _learn(text_L: Tensor, length: int, record: StopRecord, slot: int) -> None:
