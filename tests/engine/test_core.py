@@ -694,9 +694,9 @@ def test_a_step_took_the_time_of_the_drafts_that_were_made(
     """Where the drafter stops by itself, which makes a first draft even for a request that has no room for it."""
     scheduled = [ScheduledRequest(slot, 10, 1, 1, number) for slot, number in enumerate(asked)]
     results = [RowResult([1], 0, number) for number in proposed]
-    flight = InFlightStep([], scheduled, Pending(results), 0.0)
     for stops, expected in ((True, made), (False, max(asked))):
-        step = flight.outcome(results, 1.0, 0.1, 0.1, 1.0, is_typical=True, stops=stops)
+        flight = InFlightStep([], scheduled, Pending(results), 0.0, stops=stops)
+        step = flight.outcome(results, 1.0, 0.1, 0.1, 1.0, is_typical=True)
         assert (step.num_drafts, step.is_plain) == (expected, not any(asked))
 
 

@@ -127,7 +127,8 @@ def test_a_proposal_goes_on_while_the_next_draft_is_expected_to_bring_its_price(
     assert Drafting(stopping).propose([1], [[0.05]] * 6, [6], price(9.0, 9.0)) == ([1], 1), (
         "the first is made"
     )
-    assert Drafting(stopping).propose([1], [[0.05]] * 6, [4], FREE) == ([4], 4), "as many as are wanted"
+    assert Drafting(stopping).propose([1], [[0.05]] * 6, [4], FREE) == ([4], 6)
+    assert Drafting(stopping).propose([1], [[0.05]] * 6, [0], FREE) == ([0], 6), "as when a profile is measured"
 
 
 @pytest.mark.parametrize("stopping", VERSIONS)
@@ -144,7 +145,7 @@ def test_several_requests_go_on_together(stopping: Stopping) -> None:
         "the sure one has all"
     )
     assert Drafting(stopping).propose([0, 2], both, [0, 4], price(0.1, 0.01)) == ([0, 2], 2)
-    assert Drafting(stopping).propose([0, 2], both, [3, 2], FREE) == ([3, 2], 3)
+    assert Drafting(stopping).propose([0, 2], both, [3, 2], FREE) == ([3, 2], 4), "all are made"
     assert Drafting(stopping).propose([0, 2], both, [4, 4], price(0.0, 0.2)) == ([4, 1], 4), "only rows cost"
     assert Drafting(stopping).propose([0, 2], both, [4, 4], price(-1.0, 0.9)) == ([1, 1], 1), "nobody goes on"
 

@@ -160,6 +160,7 @@ class EngineCore:
                 wanted.shadowing,
                 has_prompts,
                 step.without_drafter or step.without_models,
+                self.runner.drafter_stops and bool(step.price.of_draft or step.price.of_row),
             )
         )
         self.stats.target_seconds += pending.target_seconds

@@ -392,7 +392,6 @@ class Drafting:
                 draft_seconds,
                 each_tokens,
                 is_typical=is_typical,
-                stops=self._runner.drafter_stops,
                 lookups=self._runner.lookups,
             )
         )

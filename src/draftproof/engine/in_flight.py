@@ -24,6 +24,7 @@ class InFlightStep:
     shadowing: Shadowing | None = None
     has_prompts: bool = False  # not every request decoded
     without_models: bool = False  # no drafter with a model saw it
+    stops: bool = False  # the drafter makes no drafts that going on does not pay for
 
     @property
     def is_plain(self) -> bool:
@@ -47,16 +48,14 @@ class InFlightStep:
         each_tokens: float,
         *,
         is_typical: bool,
-        stops: bool,
         lookups: Collection[int] = (),
     ) -> StepOutcome:
-        """What the policy learns from it; for a step in which every request decoded. `stops`, `lookups`:
-        as the runner says."""
+        """What the policy learns from it; for a step in which every request decoded. `lookups`: as the runner says."""
         num_rows = num_drafts = num_tokens = context = num_asked = 0
         for scheduled, result in zip(self.scheduled, results, strict=True):
             num_rows += scheduled.num_rows
             num_made = scheduled.num_drafts
-            if stops and num_made and result.drafter not in lookups:
+            if self.stops and num_made and result.drafter not in lookups:
                 num_made = max(1, result.num_proposed)  # the first even for a request without room for it
             num_drafts = max(num_drafts, num_made)
             num_asked += scheduled.num_drafts > 0

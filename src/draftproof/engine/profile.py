@@ -49,7 +49,7 @@ PROMPT_ROWS, PROMPT_RUNS = 64, 2
 # long drafts of many requests take. Extrapolated from 192 rows, 1,088 took 57 ms instead of 74. And how often each.
 LARGEST_SECONDS, LARGEST_RUNS = 0.1, 3
 MOST_SPREAD = 1.3  # with a larger `StepCosts.spread` other programs have disturbed the profile
-VERSION = 18  # of what is measured: profiles of other versions are not used
+VERSION = 19  # of what is measured: profiles of other versions are not used
 LEVELS = (1, 2, 3, 5, 8, 12, 16, 24, 32, 48, 64)
 CAPTURED_LEVELS = (1, 3, 5, 8, 16, 32, 64)  # fewer, since each is a graph for every number of requests
 

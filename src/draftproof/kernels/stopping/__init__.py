@@ -39,8 +39,8 @@ class Stopping(Protocol):
         A proposal goes on if its next draft is expected to bring the price of a row; there is a next draft if those of
         all proposals together bring more by the price of a draft. Expected is the chance that all drafts so far are
         right, and that the next one is as likely as the last. Example: after two drafts with chances of 0.9 and 0.5 a
-        third brings 0.9 * 0.5 * 0.5 = 0.225 tokens. With prices of 0 each draft that is wanted pays, and none is
-        compared or kept.
+        third brings 0.9 * 0.5 * 0.5 = 0.225 tokens. With prices of 0 each draft pays and is made, as in a profile,
+        whose requests want none; and none is compared or kept.
         """
         ...
 

@@ -54,11 +54,7 @@ extern "C" void dp_stopping(const StoppingArgs* a) {
         }
     }
     if (is_free) {
-        *a->is_over = 1;
-        for (int64_t r = 0; r < a->requests; r++) {
-            a->count[r] = std::min(a->k[r], a->step + 1);
-            if (a->k[r] > a->step + 1) *a->is_over = 0;
-        }
+        for (int64_t r = 0; r < a->requests; r++) a->count[r] = std::min(a->k[r], a->step + 1);
         return;
     }
     if (*a->is_over) return;

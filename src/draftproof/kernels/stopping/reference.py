@@ -35,7 +35,6 @@ def stopping_torch(
             _learn(tokens_SL[slot], int(length_S[slot]), record, slot)
     if is_free:
         count_R.copy_(k_R.clamp(max=step + 1))
-        record.is_over_1.fill_(not bool((k_R > step + 1).any()))
         return
     if int(record.is_over_1):
         return
