@@ -128,7 +128,9 @@ def test_a_proposal_goes_on_while_the_next_draft_is_expected_to_bring_its_price(
         "the first is made"
     )
     assert Drafting(stopping).propose([1], [[0.05]] * 6, [4], FREE) == ([4], 6)
-    assert Drafting(stopping).propose([1], [[0.05]] * 6, [0], FREE) == ([0], 6), "as when a profile is measured"
+    assert Drafting(stopping).propose([1], [[0.05]] * 6, [0], FREE) == ([0], 6), (
+        "as when a profile is measured"
+    )
 
 
 @pytest.mark.parametrize("stopping", VERSIONS)
