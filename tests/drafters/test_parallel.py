@@ -14,13 +14,13 @@ from draftproof import LLM, SamplingParams
 from draftproof.drafters.base import Verified
 from draftproof.drafters.head import HeadDrafter
 from draftproof.engine.interface import RowPrice
-from draftproof.engine.policy import FixedPolicy
 from draftproof.models.config import read_config
 from tests.conformance.cases import CASES
 from tests.drafters.heads import ORACLE, Pair
 from tests.helpers import Paged, load_decoder, run_rows
 from tests.made.derived import dspark_from_dflash
 from tests.made.shared import DFLASH, DRAFT, EAGLE3, pard, peagle, prompts
+from tests.priced import Priced
 from tests.slow import slow
 
 BLOCKS = ["dflash", "dspark", "dflash2", "xpress"]
@@ -110,17 +110,6 @@ def test_confidence_ends_a_proposal_early(tmp_path: Path) -> None:
         assert [o.outputs[0].token_ids for o in outputs] == texts
     assert min(counts[0]) > 0.6 * max(counts[0])  # all drafts are used except at a request's end
     assert counts[0][0] > counts[1][0] > counts[1][3] > 0 and sum(counts[2]) < 0.01 * sum(counts[0])
-
-
-class Priced(FixedPolicy):
-    """Always asks for all drafts, with a fixed price of a row."""
-
-    def __init__(self, num_drafts: int, price: RowPrice) -> None:
-        super().__init__(num_drafts)
-        self._price = price
-
-    def price(self) -> RowPrice:
-        return self._price
 
 
 def test_a_proposal_ends_where_a_draft_is_worth_less_than_its_row(tmp_path: Path) -> None:

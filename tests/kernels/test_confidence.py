@@ -12,7 +12,6 @@ from draftproof.bench import internals
 from draftproof.cli.prompts import read_file
 from draftproof.drafters.ngram import NgramDrafter
 from draftproof.engine.interface import RowPrice
-from draftproof.engine.policy import FixedPolicy
 from draftproof.kernels.confidence import Confidence
 from draftproof.kernels.confidence.compiled import ConfidenceCompiled
 from draftproof.kernels.confidence.record import MEMORY, MOST_MATCHED, Branching, MatchRecord
@@ -25,6 +24,7 @@ from draftproof.kernels.confidence.reference import (
     num_paying,
 )
 from draftproof.runtime import native
+from tests.priced import Priced
 
 LIBRARY = native.load()
 VERSIONS = [pytest.param(confidence_torch, id="torch")]
@@ -210,17 +210,6 @@ def _learn(
         twin.hits_BM[at] += 1
 
 
-class Priced(FixedPolicy):
-    """Sixteen drafts, at a price."""
-
-    def __init__(self, price: RowPrice) -> None:
-        super().__init__(16)
-        self._price = price
-
-    def price(self) -> RowPrice:
-        return self._price
-
-
 @pytest.mark.parametrize("is_native", [False, True])
 def test_an_engine_verifies_fewer_drafts_and_accepts_about_as_many(is_native: bool) -> None:
     """With the same output."""
@@ -229,7 +218,7 @@ def test_an_engine_verifies_fewer_drafts_and_accepts_about_as_many(is_native: bo
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     texts, drafted, accepted = [], [], []
     for price in (RowPrice(), SOME):
-        llm.core.policy = Priced(price)
+        llm.core.policy = Priced(16, price)
         before = llm.stats.speculation
         num_drafted, num_accepted = before.num_draft_tokens, before.num_accepted_tokens
         found = llm.generate(prompts, params, use_tqdm=False)
@@ -244,7 +233,7 @@ def test_a_request_begins_with_nothing_known_of_its_slots_last_proposal() -> Non
     llm = LLM(assets.path("tiny"), dtype="float32", max_num_seqs=1, speculative_config={"method": "ngram"})
     drafter = internals.drafter_of(llm)
     assert isinstance(drafter, NgramDrafter)
-    llm.core.policy = Priced(SOME)
+    llm.core.policy = Priced(16, SOME)
     # if it were kept: three drafts after two matching tokens were wrong
     drafter.record.open_S3[:] = torch.tensor([0, 3, 2])
     llm.generate("one two", SamplingParams(temperature=0, max_tokens=3, ignore_eos=True), use_tqdm=False)
@@ -256,7 +245,7 @@ def test_it_knows_that_more_tokens_match_than_were_looked_for() -> None:
     llm = LLM(assets.path("tiny"), dtype="float32", speculative_config={"method": "ngram"})
     drafter = internals.drafter_of(llm)
     assert isinstance(drafter, NgramDrafter)
-    llm.core.policy = Priced(SOME)
+    llm.core.policy = Priced(16, SOME)
     longer = [*range(20, 60)] * 3
     llm.generate(
         [{"prompt_token_ids": longer}],
@@ -276,7 +265,7 @@ def test_draft_says_what_the_drafter_has_whatever_rows_cost() -> None:
     llm = LLM(assets.path("tiny"), dtype="float32", max_num_seqs=2, speculative_config={"method": "ngram"})
     text = [5, 6, 7, 8, 9, 10, 11, 12, 13, 5, 6]
     first = llm.draft(text[:-1], 7, next_token=text[-1])
-    llm.core.policy = Priced(RowPrice(5.0, 2.0))
+    llm.core.policy = Priced(16, RowPrice(5.0, 2.0))
     llm.generate("one two one two", SamplingParams(temperature=0, max_tokens=9), use_tqdm=False)
     assert llm.draft(text[:-1], 7, next_token=text[-1]) == first == [7, 8, 9, 10, 11, 12, 13]
 

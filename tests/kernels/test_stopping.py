@@ -31,6 +31,7 @@ from draftproof.kernels.stopping.record import (
 from draftproof.kernels.stopping.reference import stopping_torch
 from draftproof.runtime import native
 from draftproof.runtime.graphs import Recorded
+from tests.priced import Priced
 
 LIBRARY = native.load()
 VERSIONS = [pytest.param(stopping_torch, id="torch")]
@@ -228,17 +229,6 @@ def test_versions_agree() -> None:
     assert float(both[0].record.trials_B.sum()) > 50
 
 
-class Priced(FixedPolicy):
-    """As many drafts, at a price."""
-
-    def __init__(self, num_drafts: int, price: RowPrice) -> None:
-        super().__init__(num_drafts)
-        self._price = price
-
-    def price(self) -> RowPrice:
-        return self._price
-
-
 DATA = Path(__file__).parents[1] / "data"
 EAGLE3, MTP, DRAFT = str(assets.path("tiny-eagle3")), str(DATA / "tiny-mtp"), str(DATA / "draft")
 
@@ -274,6 +264,20 @@ def test_an_engine_makes_fewer_drafts_and_accepts_about_as_many(
         assert dear[1] < some[1] < 0.95 * free[1] and some[2] > 0.6 * free[2]
 
 
+def noted_steps(drafter: HeadDrafter, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of drafts before each that is made from now on, where no recorded program makes it."""
+    assert drafter.runtime is not None
+    ops, steps = drafter.runtime.ops, list[int]()
+
+    def noted(step: int, *given: Any) -> None:
+        steps.append(step)
+        ops.stopping(step, *given)
+
+    noting = dataclasses.replace(drafter.runtime, ops=dataclasses.replace(ops, stopping=noted))
+    monkeypatch.setattr(drafter, "runtime", noting)
+    return steps
+
+
 @pytest.mark.parametrize("is_native", [False, True])
 def test_drafts_that_are_not_proposed_are_not_made(is_native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the operators are called, and in a recorded program."""
@@ -290,14 +294,7 @@ def test_drafts_that_are_not_proposed_are_not_made(is_native: bool, monkeypatch:
         names = [name for name, _, _ in program.calls]
         assert names.count("skip") == 4 and names.count("dp_stopping") == 5
         return
-    ops, steps = drafter.runtime.ops, list[int]()
-
-    def noted(step: int, *given: Any) -> None:
-        steps.append(step)
-        ops.stopping(step, *given)
-
-    noting = dataclasses.replace(drafter.runtime, ops=dataclasses.replace(ops, stopping=noted))
-    monkeypatch.setattr(drafter, "runtime", noting)
+    steps = noted_steps(drafter, monkeypatch)
     proposed(llm, Priced(5, price(9.0, 9.0)), params, 1)
     assert set(steps) == {0}
     proposed(llm, Priced(5, FREE), params, 1)
@@ -310,15 +307,8 @@ def test_passes_that_cannot_be_recorded_make_no_more_drafts_either(monkeypatch: 
     settings = {"speculative_config": {"model": EAGLE3}, "max_num_seqs": 1, "verification": "rejection"}
     llm = LLM(dtype="float32", native=True, **settings)  # type: ignore[arg-type]
     drafter = internals.drafter_of(llm)
-    assert isinstance(drafter, HeadDrafter) and drafter.runtime is not None
-    ops, steps = drafter.runtime.ops, list[int]()
-
-    def noted(step: int, *given: Any) -> None:
-        steps.append(step)
-        ops.stopping(step, *given)
-
-    noting = dataclasses.replace(drafter.runtime, ops=dataclasses.replace(ops, stopping=noted))
-    monkeypatch.setattr(drafter, "runtime", noting)
+    assert isinstance(drafter, HeadDrafter)
+    steps = noted_steps(drafter, monkeypatch)
     params = SamplingParams(temperature=1.0, seed=1, max_tokens=40, ignore_eos=True)
     proposed(llm, Priced(5, price(9.0, 9.0)), params, 1)
     assert len(steps) > 10 and set(steps) == {0}

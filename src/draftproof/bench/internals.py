@@ -25,8 +25,8 @@ from draftproof.engine.auto_policy import AutoPolicy
 from draftproof.engine.chain_policy import ChainPolicy
 from draftproof.engine.costs import StepOutcome
 from draftproof.engine.interface import ScheduledRequest
-from draftproof.engine.policy import FixedPolicy, Policy, learn_each
-from draftproof.engine.progress import Progress, Round
+from draftproof.engine.policy import FixedPolicy, Policy
+from draftproof.engine.progress import Progress
 from draftproof.engine.runner import ModelRunner, Pass
 from draftproof.engine.shapes import BatchShape, mixed_sizes
 from draftproof.frontend.llm import LLM
@@ -376,9 +376,6 @@ class AskingTogether(AskingAnyway):
         self, request: Progress, num_drafted: int, num_accepted: int, *, is_model: bool = True
     ) -> None:
         self._verified.append((request, num_drafted, num_accepted))
-
-    def learn(self, request: Progress, rounds: Sequence[Round]) -> None:
-        learn_each(self, request, rounds)
 
     def finished(self, step: StepOutcome, num_steps: int = 0) -> None:
         if step.num_requests == self.num_together:

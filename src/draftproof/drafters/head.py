@@ -311,9 +311,8 @@ class _Stop:
         self._steps = steps
         # number of drafts of each request, if it is decided here
         self.counts = () if record is None else (torch.empty_like(steps.k_R),)
-        self.is_seen = (
-            False  # there is no next one, as far as the host may look: not while a program is recorded
-        )
+        # there is no next one, as far as the host may look: not while a program is recorded
+        self.is_seen = False
 
     def leaving_out(self, step: int) -> AbstractContextManager[None]:
         """A context for what draft `step` takes: left out where a recorded program is repeated, if there is none."""

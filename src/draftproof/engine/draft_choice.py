@@ -197,7 +197,7 @@ class Chooser:
         have none at all and are as short as plain ones. Example: one request, with 5 drafts in every fourth round: a
         quarter of the steps have 6 rows, the others 1, and none has the 2.25 rows of the mean."""
         parts = self._parts(counts, num_requests)
-        stops, longer = self.stops and num_requests == 1, self._known(num_requests).longer
+        stops, longer = self._stops(num_requests), self._known(num_requests).longer
         step = self.costs.ragged(num_requests, context)
         tokens = float(num_requests)  # emitted by a step
         steps_per_token = float(num_requests)  # the sum over requests of steps per token
@@ -236,9 +236,13 @@ class Chooser:
             chosen[part.its_class] = part.level
         return DraftChoice(chosen, *best[1:])
 
+    def _stops(self, num_requests: int) -> bool:
+        """Whether so many requests that decode together have no drafts made beyond those that are proposed."""
+        return self.stops and num_requests == 1
+
     def _known(self, num_requests: int) -> Acceptance | Whole:
         """What is known of the drafts of so many requests that decode together."""
-        return Whole(self.acceptance) if self.stops and num_requests > 1 else self.acceptance
+        return Whole(self.acceptance) if self.stops and not self._stops(num_requests) else self.acceptance
 
     def tokens(self, share: float, odds: int, num_requests: int = 1) -> list[float]:
         """Expected tokens of a request in a step of so many, by its number of drafts."""
@@ -263,7 +267,7 @@ class Chooser:
         for its_class in counts:
             share = its_class.share
             tokens = self.tokens(share, its_class.odds, num_requests)
-            counted_on = tokens if self.stops and num_requests == 1 else self.counted_on(tokens)
+            counted_on = tokens if self._stops(num_requests) else self.counted_on(tokens)
             own: list[Part] = []
             for low, high in pairwise(levels):
                 num_rows = share * (lengths[high] - lengths[low])

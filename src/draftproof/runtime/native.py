@@ -153,7 +153,7 @@ class Recorder:
         """The tensor to use in place of a new one: in memory that the program may write to."""
         if given.is_contiguous() and given.device.type == "cpu":
             return self._scratches[-1].like(given)
-        self._kept.append(given)
+        self.keep(given)
         return given
 
     def keep(self, given: object) -> None:
@@ -172,7 +172,7 @@ class Recorder:
         """Run a program and append its calls to the recording."""
         program()
         self.calls += program.calls
-        self._kept.append(program)
+        self.keep(program)
 
 
 class Program:
