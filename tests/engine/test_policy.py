@@ -1112,16 +1112,40 @@ def test_a_choice_is_for_as_many_others() -> None:
 
 
 def test_a_choice_is_kept_for_those_that_are_left() -> None:
-    its, asked = policy(0.9, row=0.001, step=0.01), [request(4, n) for n in range(4)]
+    its, asked = policy(0.9, row=0.1, step=0.01), [request(4, n) for n in range(4)]
     first = its.choose(asked, 0)
     made = its._kept
-    assert made is not None and min(first) > 0
+    assert made is not None and 0 < min(first) < its.levels[-1]
     assert its.choose(asked[1:], 0) == first[1:] and its._kept is made
     assert its.choose(asked[2:], 0) == first[2:] and its._kept is made, "half of them is enough"
     its.choose(asked[3:], 0)
     assert its._kept is not made and not its._kept.is_first, "it is known already"
     its.choose([asked[3], request(4, 9)], 0)
     assert its._kept.is_first
+
+
+def test_a_choice_of_the_most_drafts_is_kept_to_the_last_request() -> None:
+    """Alone it would get no fewer."""
+    its, asked = policy(0.9, row=0.001, step=0.01), [request(4, n) for n in range(4)]
+    most = its.levels[-1]
+    assert its.choose(asked, 0) == [most] * 4
+    made = its._kept
+    assert its.choose(asked[3:], 0) == [most] and its._kept is made
+
+
+def test_reports_of_steps_that_cannot_have_lost_wait_when_a_choice_goes_on() -> None:
+    def going_on(num_tokens: int) -> AutoPolicy:
+        its, one = policy(0.9, row=0.02, step=0.01), request(4)
+        its.is_lookup, its.savings = True, MOST_SAVED
+        (k,) = its.choose([one], 0)
+        assert k and its._kept is not None
+        its._kept.is_dear = its._kept.is_over = True
+        its.finished(StepOutcome(1, 1 + k, k, num_tokens, 0, its.costs.step(1, 1 + k, k), 0.0))
+        its.choose([one], 0)
+        return its
+
+    assert len(going_on(3)._steps) == 1, "three tokens came in less than two plain steps"
+    assert not going_on(1)._steps, "one did not"
 
 
 def test_the_price_is_that_of_the_requests_that_are_left() -> None:

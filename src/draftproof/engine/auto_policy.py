@@ -185,9 +185,12 @@ class AutoPolicy:
         stops = self._stops(kept.num_made)
         if not (self.is_lookup or stops) or not self._may_go_on(kept):
             return False
-        self._settle_steps()
         enough = kept.saved - kept.choice.worst
-        if self.savings < (min(enough, EARNED) if stops else enough):
+        if stops:
+            enough = min(enough, EARNED)
+        if self.savings < enough or self._num_losing(kept):
+            self._settle_steps()
+        if self.savings < enough:
             return False
         kept.go_on(self.savings)
         self._renew_if_due(kept)
@@ -213,11 +216,18 @@ class AutoPolicy:
     def _may_go_on(self, kept: Kept) -> bool:
         """Whether the savings last for as long again, whatever becomes of the drafts."""
         # the steps that wait have lost as much at most
-        num_waiting = sum(number for step, number in self._steps if not step.is_plain)
-        if self._affordable(kept.choice.worst) < kept.longer + num_waiting / ROUNDS_KEPT:
+        if self._affordable(kept.choice.worst) < kept.longer + self._num_losing(kept) / ROUNDS_KEPT:
             self._settle_steps()
             return self._affordable(kept.choice.worst) >= kept.longer
         return True
+
+    def _num_losing(self, kept: Kept) -> int:
+        """How many steps may have lost, of those that wait: not those with more tokens than come in the time of the
+        longest step."""
+        longest = 1.0 + kept.choice.worst
+        return sum(
+            number for step, number in self._steps if not step.is_plain and step.tokens_per_request < longest
+        )
 
     def _affordable(self, worst: float) -> float:
         """For how many times `ROUNDS_KEPT` steps the savings last if no draft is accepted and each loses `worst`."""
@@ -361,8 +371,11 @@ class AutoPolicy:
         if may_wait:
             longer = min(longer, int(affordable))
         # Where steps are captured the time of a choice hardly counts, and another number of requests has other levels.
-        # Where the drafter ends proposals itself, the price is that of those that are left.
-        left = 1.0 if self.costs.is_padded else 0.0 if is_limit and all(num_drafts) else LEAST_LEFT
+        # Where the drafter ends proposals itself, the price is that of those that are left. And fewer requests would get
+        # no fewer drafts: a further row takes longer the more there are.
+        is_most = min(num_drafts) == self.levels[-1]
+        is_kept = is_most or (is_limit and all(num_drafts))
+        left = 1.0 if self.costs.is_padded else 0.0 if is_kept else LEAST_LEFT
         fewest = len(asked) * left
         num_made = len(asked) + num_others
         kept = Kept(
