@@ -2040,6 +2040,21 @@ def test_at_low_savings_a_lookup_s_steps_are_told_of_sooner(share: float, saving
     assert its.report_every == every
 
 
+@pytest.mark.parametrize(
+    ("is_known", "is_long", "every"),
+    [(True, True, 4), (False, True, 2), (True, False, 1)],
+)
+def test_steps_of_a_lookup_are_told_of_seldom_once_much_is_known(
+    is_known: bool, is_long: bool, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StepCosts, "num_observed", lambda costs, number: WELL_KNOWN * is_known)
+    its = looking_up(0.9)
+    its._choosing_seconds = 1e3 * is_long
+    its.choose([request(4, 1)], 0)
+    assert its._kept is not None and its._kept.is_long == is_long
+    assert its.report_every == OBSERVED_EVERY * every
+
+
 def test_a_choice_holds_for_requests_almost_like_those_it_was_made_for() -> None:
     its = looking_up(0.5)
     choice = its._make_ready(1)

@@ -371,8 +371,8 @@ class AutoPolicy:
         if may_wait:
             longer = min(longer, int(affordable))
         # Where steps are captured the time of a choice hardly counts, and another number of requests has other levels.
-        # Where the drafter ends proposals itself, the price is that of those that are left. And fewer requests would get
-        # no fewer drafts: a further row takes longer the more there are.
+        # Where the drafter ends proposals itself, the price is that of those that are left. And fewer requests get no
+        # fewer drafts: a further row takes longer the more there are.
         is_most = min(num_drafts) == self.levels[-1]
         is_kept = is_most or (is_limit and all(num_drafts))
         left = 1.0 if self.costs.is_padded else 0.0 if is_kept else LEAST_LEFT
@@ -396,7 +396,9 @@ class AutoPolicy:
         if may_wait and stops and self._is_well_known(num_made):
             kept.learn_every = LEARNED_EVERY
         if may_wait:
-            kept.report_every = OBSERVED_EVERY * (2 if self.is_lookup and kept.is_long else 1)
+            is_steady = self.is_lookup and kept.is_long
+            more_seldom = (4 if self._is_well_known(num_made) else 2) if is_steady else 1
+            kept.report_every = OBSERVED_EVERY * more_seldom
         elif self.is_lookup and choice.num_drafts:
             # not without: then these are only the steps whose drafts are compared, and each tells something
             kept.report_every = LOOKUPS_EVERY
