@@ -179,7 +179,12 @@ class Following(Comparing):
         super().__init__(num_drafts, [])
         self.report_every = every
         self.rounds: list[tuple[str, int, int]] = []
+        self.places: list[tuple[str, int]] = []  # request and its length, of proposals that are followed
         self.num_asked = self.num_given = 0
+
+    def proposed(self, request: Progress, num_asked: int, num_drafts: int, *, is_model: bool = True) -> None:
+        super().proposed(request, num_asked, num_drafts, is_model=is_model)
+        self.places.append((request.id, len(request.tokens)))
 
     def verified(self, request: Progress, num_drafted: int, num_accepted: int, *, is_model: bool) -> None:
         assert not is_model
@@ -203,6 +208,20 @@ def test_some_drafts_are_followed_until_they_are_verified(
     assert set(told.given[:4]) == {(7, 7)} and len(told.given) >= len(asked) // every - 1
     assert len(told.rounds) == len(told.given) and not told.found
     assert {accepted for _, _, accepted in told.rounds} == {3}, "as FakeRunner has it"
+
+
+def test_drafts_after_a_prompt_are_followed_no_oftener_than_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step with a prompt is told of, and the first drafts of a text are not like the later ones."""
+    monkeypatch.setattr("draftproof.engine.drafting.FOLLOWED_EVERY", 1)
+    told = Following(7, 4)
+    engine = core(Countdown(7))
+    engine.policy = told
+    lengths = {str(number): 5 + number % 20 for number in range(60)}
+    for name, length in lengths.items():
+        engine.add_request(name, spec(length, 40))
+    finish(engine)
+    firsts = [name for name, position in told.places if position == 1 + lengths[name]]
+    assert len(told.places) > 40 and len(firsts) / len(told.places) < 0.15
 
 
 def test_few_requests_of_a_step_are_followed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,14 +33,16 @@ MOST_CAPTURED_ROWS = 256  # maximum rows of a captured step if the number of dra
 # prompts, which seldom recur, and whose last layer could leave rows out.
 MAX_GRAPH_ROWS = 64
 # Nor recording decode-only passes larger than this on a CPU: Python takes a tenth of a millisecond a layer. Example: a
-# pass of `tiny` with 64 rows takes 1.5 ms, without recording 2.8; with 128 rows 2.7 and 4.2.
-MOST_RECORDED_ROWS = 128
+# pass of `tiny` with 64 rows takes 1.5 ms, without recording 2.8; with 128 rows 2.7 and 4.2. Where recording ends, a
+# draft more costs a millisecond and a half: 16 requests were slower with 8 drafts each, 144 rows, than with 5 or 16.
+MOST_RECORDED_ROWS = 320
 # Numbers of rows that recorded steps with drafts are padded to.
 ROW_SIZES = (
     *range(1, 17),
     *range(18, 33, 2),
     *range(36, 65, 4),
-    *range(72, MOST_RECORDED_ROWS + 1, 8),
+    *range(72, 257, 8),
+    *range(272, MOST_RECORDED_ROWS + 1, 16),
 )
 GUESSED_DRAFT = 1e-4  # seconds per request of a drafter that was not measured yet
 DRAFT_RATE = 0.1  # weight of a new step in the average of such a drafter's seconds per request

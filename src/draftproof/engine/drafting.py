@@ -17,8 +17,8 @@ from draftproof.engine.shadows import Shadow, Shadowing, compare_all
 
 COMPARED_EVERY = 4  # steps between comparisons of drafts with the output
 # Steps between reports of how often lookups had drafts, where none are compared, and the requests whose drafts are then
-# followed until they are verified: each takes some microseconds.
-FOLLOWED_EVERY, MOST_FOLLOWED = 8, 2
+# followed until they are verified, as each takes some microseconds: a few, or half of more.
+FOLLOWED_EVERY, FEW_FOLLOWED = 8, 2
 # Rounds of a request that are told of together, while not each step is to be told of: one at a time, they take a few
 # per cent of a small model's step, since nothing that telling reads is in the caches then.
 ROUNDS_TOGETHER = 4
@@ -312,13 +312,14 @@ class Drafting:
         if flight.shadowing is not None:
             return
         num_requests = len(flight.requests)
-        for number in range(self._first_followed, self._first_followed + min(num_requests, MOST_FOLLOWED)):
+        num_followed = min(num_requests, max(FEW_FOLLOWED, num_requests // 2))
+        for number in range(self._first_followed, self._first_followed + num_followed):
             request = flight.requests[number % num_requests]
             num_asked = min(flight.scheduled[number % num_requests].num_drafts, request.room)
             if num_asked > 0 and request.finish_reason is None:
                 self.policy.proposed(request, num_asked, request.num_drafts, is_model=False)
                 request.is_followed = request.num_drafts > 0
-        self._first_followed = (self._first_followed + MOST_FOLLOWED) % num_requests
+        self._first_followed = (self._first_followed + num_followed) % num_requests
 
     def is_lookups(self, drafter: int) -> bool:
         """Whether drafts of the drafter with this index are a lookup's."""
@@ -360,11 +361,12 @@ class Drafting:
             self._num_tokens += sum([len(result.token_ids) for result in results])
             self._num_requests += len(results)
         every = policy.plain_every if is_plain else policy.report_every
-        if num_steps % every and not flight.has_prompts:
+        is_due = num_steps % every == 0
+        if not is_due and not flight.has_prompts:
             return
-        if self.compares and (
-            flight.shadowing is not None or (num_steps % FOLLOWED_EVERY == 0 and not is_plain)
-        ):
+        # not after each prompt: the first drafts of a text are not like the later ones (a suffix's are fewer)
+        is_followed = is_due and num_steps % FOLLOWED_EVERY == 0 and not is_plain
+        if self.compares and (flight.shadowing is not None or is_followed):
             self._tell_lookups(flight)
         if not is_told:
             return

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from draftproof.engine.costs import (
-    MOST_RECORDED_ROWS,
     ROW_SIZES,
     Curve,
     DraftCosts,
@@ -36,7 +35,8 @@ ROUNDS, IN_A_ROW = 4, 4  # rounds over all sizes; runs of a size in a row, as in
 SETTLING = 4
 REQUESTS = (1, 2, 4, 8, 16, 32, 64)
 MOST_REQUESTS = 64
-MOST_ROWS = 256  # rows of the largest measured size where steps are not captured
+# Where steps are not captured: rows up to which each size is measured, and of the largest size.
+EACH_ROWS, MOST_ROWS = 128, 320
 # in measurements with context: tokens of each request, and least tokens of all requests
 EACH_CONTEXT, LEAST_CONTEXT = 256, 1024
 # Numbers of requests that are also measured with context. One request alone, too, for what little context adds there:
@@ -49,7 +49,7 @@ PROMPT_ROWS, PROMPT_RUNS = 64, 2
 # long drafts of many requests take. Extrapolated from 192 rows, 1,088 took 57 ms instead of 74. And how often each.
 LARGEST_SECONDS, LARGEST_RUNS = 0.1, 3
 MOST_SPREAD = 1.3  # with a larger `StepCosts.spread` other programs have disturbed the profile
-VERSION = 19  # of what is measured: profiles of other versions are not used
+VERSION = 20  # of what is measured: profiles of other versions are not used
 LEVELS = (1, 2, 3, 5, 8, 12, 16, 24, 32, 48, 64)
 CAPTURED_LEVELS = (1, 3, 5, 8, 16, 32, 64)  # fewer, since each is a graph for every number of requests
 
@@ -288,15 +288,15 @@ def _with_context(numbers: Sequence[int]) -> list[int]:
 
 
 def _levels_of(num_requests: int, levels: tuple[int, ...], *, captured: bool) -> tuple[int, ...]:
-    """Numbers of drafts to measure for `num_requests`: all that are captured or recorded, at least the first three, and
-    the largest unless its pass exceeds `MOST_ROWS`."""
+    """Numbers of drafts to measure for `num_requests`: all that are captured, and else those whose pass has at most
+    `EACH_ROWS`, at least the first three, and the largest unless its pass exceeds `MOST_ROWS`."""
     if captured:
         return levels_of(num_requests, levels)
 
     def is_measured(place: int) -> bool:
         num_rows = num_requests * (1 + levels[place])
         is_last = place == len(levels) - 1
-        return place < 3 or num_rows <= MOST_RECORDED_ROWS or (is_last and num_rows <= MOST_ROWS)
+        return place < 3 or num_rows <= EACH_ROWS or (is_last and num_rows <= MOST_ROWS)
 
     return tuple(k for place, k in enumerate(levels) if is_measured(place))
 
