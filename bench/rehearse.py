@@ -36,7 +36,7 @@ from draftproof.drafters.ngram import NgramDrafter
 from draftproof.engine.acceptance import acceptance_of
 from draftproof.engine.auto_policy import AutoPolicy
 from draftproof.engine.costs import StepCosts, StepOutcome
-from draftproof.engine.drafting import COMPARED_EVERY, FOLLOWED_EVERY, MOST_FOLLOWED
+from draftproof.engine.drafting import COMPARED_EVERY, FOLLOWED_EVERY, num_followed
 from draftproof.engine.host_costs import HostCosts
 from draftproof.engine.interface import RequestSpec, RowPrice
 from draftproof.engine.policy import FixedPolicy, Policy
@@ -303,7 +303,7 @@ class Turn:
             if progress.num_asked:
                 self._policy.looked_up(progress, progress.num_asked, progress.num_given)
                 progress.num_asked = progress.num_given = 0
-        for _ in range(0 if is_compared else min(len(self.running), MOST_FOLLOWED)):
+        for _ in range(0 if is_compared else num_followed(len(self.running))):
             request = self.running[self._first_followed % len(self.running)]
             self._first_followed += 1
             if request.num_asked:

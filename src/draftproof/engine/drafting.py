@@ -35,6 +35,11 @@ def can_compare(runner: Runner) -> bool:
     return has_lookups and runner.drafter_may_rest and not runner.async_depth
 
 
+def num_followed(num_requests: int) -> int:
+    """How many of so many requests have their drafts followed after a report."""
+    return min(num_requests, max(FEW_FOLLOWED, num_requests // 2))
+
+
 class Wanted(NamedTuple):
     """Drafts to ask for after a step, per request. `shadowing`: what is to become of them; see `InFlightStep`. The
     others: see `StepInput`."""
@@ -312,14 +317,14 @@ class Drafting:
         if flight.shadowing is not None:
             return
         num_requests = len(flight.requests)
-        num_followed = min(num_requests, max(FEW_FOLLOWED, num_requests // 2))
-        for number in range(self._first_followed, self._first_followed + num_followed):
+        end = self._first_followed + num_followed(num_requests)
+        for number in range(self._first_followed, end):
             request = flight.requests[number % num_requests]
             num_asked = min(flight.scheduled[number % num_requests].num_drafts, request.room)
             if num_asked > 0 and request.finish_reason is None:
                 self.policy.proposed(request, num_asked, request.num_drafts, is_model=False)
                 request.is_followed = request.num_drafts > 0
-        self._first_followed = (self._first_followed + num_followed) % num_requests
+        self._first_followed = end % num_requests
 
     def is_lookups(self, drafter: int) -> bool:
         """Whether drafts of the drafter with this index are a lookup's."""
