@@ -7,12 +7,12 @@
     PYTHONPATH=src:. python bench/adaptive.py --matrix cpu --jobs 1   # all cells shown for a CPU
 
 All of them take turns, in a random order. A turn has batch size times --waves requests: with one wave the slowest
-request of each turn ends alone, with several its slot is reused, as in a server. The first turn of each is a warm-up
-and is not counted: new shapes are recorded. Ways that learn have as many turns before as hold `LEARNED_FROM` requests:
-`auto` is an engine in service. `new` is adaptive with all estimates reset before each turn, as in a new engine. The
-best fixed number is chosen on the even turns and compared on the odd ones. A cell fails if the upper end of the 90 %
-interval of a ratio lies below its bound: 0.95 of the best fixed number, 0.97 of plain decoding. Exit status 1 if a cell
-fails or an output differs.
+request of each turn ends alone, with several its slot is reused, as in a server. Some turns before are not counted:
+new shapes are recorded. Ways that learn have as many of them as hold `LEARNED_FROM` requests: `auto` is an engine in
+service. `new` is adaptive with all estimates reset before each turn, as in a new engine. The best fixed number is
+chosen on the even turns and compared on the odd ones. A cell fails if the upper end of the 90 % interval of a ratio
+lies below its bound: 0.95 of the best fixed number, 0.97 of plain decoding. Exit status 1 if a cell fails or an output
+differs.
 
 Predictions are for steps in which all requests decode: of what the number of drafts gains that is the best one after
 every prompt was decoded with the maximum of drafts. Their costs are those that `auto` has learned in service; their
@@ -223,7 +223,7 @@ class Bench:
             Way("new", self.drafting, self._reset),
         ]
         tried = list(ways)
-        self._learn((rules[-1], ours), batch, prompts)
+        self._warm_up(ways, (rules[-1], ours), batch, prompts)
         num_turns = self._take_turns(ways, fixed, batch, prompts, noise)
         engine.policy = auto
         ways = [way for way in ways if len(way.seconds) == num_turns]
@@ -245,7 +245,8 @@ class Bench:
     def prediction(self, name: str, batch: int, prompts: Ids, asked: internals.Asking) -> dict[str, Any]:
         """Nothing but what drafts are predicted to gain, and gain. `asked`: knows the acceptance for these prompts."""
         auto = self._unlearned()
-        self._learn((Way("auto", self.drafting, lambda: auto),), batch, prompts)
+        way = Way("auto", self.drafting, lambda: auto)
+        self._warm_up((way,), (way,), batch, prompts)
         found = self._predicted(auto, batch, prompts, asked, FEWEST_TURNS)
         row = {"cell": name, "batch": batch, **found}
         self.rows.append(row)
@@ -339,13 +340,18 @@ class Bench:
         self.learned = None
         return auto
 
-    def _learn(self, ways: Sequence[Way], batch: int, prompts: Ids) -> None:
-        """Have these ways learn from the turns that an engine in service has had, but for the warm-up."""
-        num_requests = batch * self.waves
-        for number in range(-(-LEARNED_FROM // num_requests) - 1):
-            given, params = self._turn(number, num_requests, prompts)
-            for way in ways:
-                way.run(given, params)
+    def _warm_up(self, ways: Sequence[Way], learning: Sequence[Way], batch: int, prompts: Ids) -> None:
+        """Run the turns that an engine in service has had, which are not counted, with those ways that learn. With the
+        others the last of them; or all, if the prompts are so few that there are no others: who comes to a prompt first
+        records its steps for those that come later, which took up to a fifth of a turn."""
+        num, order = batch * self.waves, random.Random(0)
+        num_turns = -(-LEARNED_FROM // num)
+        for number in range(num_turns):
+            given, params = self._turn(number, num, prompts)
+            is_for_all = number == num_turns - 1 or len(prompts) <= LEARNED_FROM
+            for way in order.sample(ways, len(ways)):
+                if is_for_all or way in learning:
+                    way.run(given, params)
         for way in ways:
             way.forget()
 
@@ -362,10 +368,6 @@ class Bench:
                 given, params = self._turn(number, num, noise, temperature=NOISE_TEMPERATURE)
             else:
                 given, params = self._turn(number, num, prompts)
-            if number == 0:
-                for way in ways:  # warm-up
-                    way.run(given, params)
-                    way.forget()
             still = [way for way in ways if len(way.seconds) == number]
             for way in order.sample(still, len(still)):  # else each would always follow the same one
                 way.run(given, params)
