@@ -148,6 +148,28 @@ def test_a_padded_step_of_several_requests_has_more_drafts_only_if_that_pays(
     assert chosen(its, {0: num_requests}) == {0: expected}
 
 
+@pytest.mark.parametrize(
+    ("before", "speedup", "expected"),
+    [(0, 1.02, 1), (1, 1.02, 1), (1, 1.04, 2), (2, 1.02, 2), (2, 0.98, 2), (2, 0.96, 1)],
+)
+def test_a_padded_step_has_other_drafts_than_the_one_before_only_if_that_pays(
+    before: int, speedup: float, expected: int
+) -> None:
+    """`speedup`: of two drafts over one."""
+    its = policy(0.5, row=0.0, levels=(0, 1, 2), buckets=(1, 8))
+    its.costs.draft.set(8, 1, 0.1)
+    its.costs.draft.set(8, 2, 1.1 * (1.75 / 1.5) / speedup - 1.0)
+    choice = its.chooser.best({RequestClass(0): 8}, before=before)
+    assert list(choice.num_drafts.values()) == [expected]
+    asked = [request(4, number) for number in range(8)]
+    its.choose(asked, 0)
+    its._kept.num_drafts, its._kept.is_over = [before] * 8, True
+    assert its.choose(asked, 0) == [expected] * 8
+    its._kept.num_drafts, its._kept.is_over = [before] * 8, True
+    others = [request(4, number) for number in range(8, 16)]
+    assert its.choose(others, 0) == [1 if speedup < 1.03 else 2] * 8, "others had no step before"
+
+
 @pytest.mark.parametrize(("savings", "goes_on"), [(EARNED, True), (EARNED - 1.0, False)])
 @pytest.mark.parametrize("speedup", [0.93, 0.99])
 def test_a_drafter_that_has_paid_is_not_dropped_for_little(

@@ -336,8 +336,9 @@ class AutoPolicy:
         length = sum(len(request.tokens) for request in asked) / len(asked)  # the others' is not known
         context = round(length * (len(asked) + num_others))
         stake = STAKE * self.savings
-        choice = self.chooser.best(Counter(classes), num_others, context, stake, self._least_speedup)
         is_first = not _ids(before).issuperset(map(id, asked))
+        level = 0 if is_first or before is None else max(before.num_drafts, default=0)
+        choice = self.chooser.best(Counter(classes), num_others, context, stake, self._least_speedup, level)
         return self._kept_for(asked, num_others, classes, choice, is_first=is_first)
 
     @property

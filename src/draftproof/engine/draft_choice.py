@@ -21,7 +21,9 @@ WORTH_IT = 1.03
 WORTH_GOING_ON = 0.95
 # Least gain for which a padded step of several requests has more drafts: with more drafts requests end at more
 # different times, and those that are left at the end are few. Example: 64 requests, drafts that are right at 0.8. Three
-# drafts gain 5 % over one in steps of all requests, and 2 % until the last has ended.
+# drafts gain 5 % over one in steps of all requests, and 2 % until the last has ended. And for which it has others than
+# the step before, whose drafts it still verifies. Example: the last of these 64 took 3 drafts, then one, 3, 5, 3 and 5
+# in eleven steps, which cost a per cent of the text.
 WORTH_MORE = 1.03
 # Part of a stake that a step with more than the fewest drafts may risk: many steps with few drafts tell more than one
 # with many.
@@ -135,11 +137,12 @@ class Chooser:
         context: int = 0,
         stake: float = float("inf"),
         worth: float = WORTH_IT,
+        before: int = 0,
     ) -> DraftChoice:
         """The best choice for the `counts` of requests of each class and `num_others` that cannot draft. A step with
         the fewest drafts may risk at most `stake` plain steps, with more drafts a smaller part of that. What it risks
         is its longer time, less the tokens that counts so far vouch for. `context`: tokens of all requests; `worth`:
-        least speed-up."""
+        least speed-up; `before`: the level of the step before, if these requests were in it."""
         num_requests = sum(counts.values()) + num_others
         plain = DraftChoice({}, num_requests, self.costs.plain(num_requests, context), num_requests)
         if not stake:  # whatever counts vouch for, drafts have not paid
@@ -149,7 +152,7 @@ class Chooser:
         def search(limits: tuple[float, float]) -> DraftChoice:
             least = worth * plain.speed
             if self.costs.is_padded:
-                found = self._best_alike(counts, num_requests, context, limits, least)
+                found = self._best_alike(counts, num_requests, context, limits, least, before)
             else:
                 found = self._best_ragged(counts, num_requests, context, limits)
             if found is None or found.speed <= least:
@@ -174,9 +177,11 @@ class Chooser:
         context: int,
         most: tuple[float, float],
         least: float,
+        before: int,
     ) -> DraftChoice | None:
         """The best choice with one level for all requests, of those that take at most `most` seconds: with the first
-        level, and with others. Fewer drafts, if more are hardly better, and fewer are faster than `least`."""
+        level, and with others; of those that are faster than `least`. Fewer drafts, if more are hardly better, and the
+        level `before`, if fewer are hardly better."""
         first, best = self.costs.levels[1], None
         worth_more = WORTH_MORE if num_requests > 1 else 1.0
         for level in self.costs.levels_for(num_requests)[1:]:
@@ -184,7 +189,8 @@ class Chooser:
             tokens = num_requests + _num_accepted(counts, num_drafts, self.acceptance.survival)
             seconds = self.costs.step(num_requests, num_requests * (1 + level), level, context)
             speed = tokens / seconds
-            is_better = best is None or speed > worth_more * best.speed
+            margin = 1.0 / worth_more if level == before else worth_more
+            is_better = best is None or speed > margin * best.speed
             if seconds <= most[level > first] and speed > least and is_better:
                 best = DraftChoice(num_drafts, tokens, seconds, tokens)
         return best
