@@ -1682,7 +1682,7 @@ def test_a_machine_s_pace_holds_for_sizes_that_were_not_met() -> None:
 def test_rows_of_a_request_read_its_keys_together(buckets: tuple[int, ...]) -> None:
     its = costs(buckets=buckets)
     before = {k: its.step(4, 4 * (1 + k), k) for k in (0, 1, 3)}
-    its.context, its.context_row_seconds = Curve({0: 0.0, 1000: 1.0, 4000: 5.0}), 1e-5
+    its.context, its.context_rows = Curve({0: 0.0, 1000: 1.0, 4000: 5.0}), Curve({0: 0.0, 1000: 0.01})
     for k, seconds in before.items():
         assert its.step(4, 4 * (1 + k), k, 2500) == pytest.approx(seconds + 3.0 + 0.025 * k)
         if k and not buckets:
@@ -1706,7 +1706,7 @@ def test_draft_passes_of_many_requests_are_not_those_of_one() -> None:
 
 def test_a_profile_comes_back_from_its_file() -> None:
     its, again = costs(), StepCosts(LEVELS)
-    its.context, its.context_row_seconds = Curve({0: 0.0, 100: 1e-4}), 1e-7
+    its.context, its.context_rows = Curve({0: 0.0, 100: 1e-4}), Curve({0: 0.0, 100: 1e-5})
     again.read_json(its.as_json())
     assert all(
         again.step(r, r * (1 + k), k, 99) == its.step(r, r * (1 + k), k, 99) for r in (1, 5) for k in LEVELS
@@ -1714,7 +1714,7 @@ def test_a_profile_comes_back_from_its_file() -> None:
     for broken in (
         {},
         [],
-        {"target": {}, "draft": {}, "context": {}, "context_row_seconds": 0},
+        {"target": {}, "draft": {}, "context": {}, "context_rows": {}, "spread": 1.0},
         {**its.as_json(), "target": {"1": -1}},
     ):
         with pytest.raises((KeyError, TypeError, ValueError, AttributeError)):

@@ -80,13 +80,29 @@ def test_what_was_measured_is_what_is_expected(buckets: tuple[int, ...]) -> None
     assert costs.prompt_row_seconds == pytest.approx(3e-5)
 
 
+def test_what_a_row_reads_is_measured_with_few_tokens_and_with_many() -> None:
+    """With many they are in no cache."""
+    runner, costs = FakeRunner(), StepCosts(LEVELS)
+    measure = runner.measure
+
+    def cold(size: StepSize) -> tuple[float, float]:
+        target, draft = measure(size)
+        return target, draft + 1e-6 * size.num_drafts * max(0, size.num_requests * size.context - 2000)
+
+    runner.measure = cold  # type: ignore[method-assign]
+    profile.measure(runner, costs, clock=lambda: runner.now)
+    each = {r: costs.ragged(r, r * 256)(r * 2, 1) - costs.ragged(r, 0)(r * 2, 1) for r in (4, 16)}
+    assert each[4] == pytest.approx(1.1e-6 * 1024)
+    assert each[16] == pytest.approx(1.1e-6 * 4096 + 1e-6 * 2096)
+
+
 def test_a_slow_machine_measures_what_it_cannot_do_without() -> None:
     runner = FakeRunner(slowness=100)
     clock = iter(range(1000))
     costs = StepCosts(LEVELS)
     profile.measure(runner, costs, clock=lambda: float(next(clock)))
     assert costs.prompt_row_seconds == pytest.approx(3e-3)
-    assert {size.num_requests for size in runner.runs[3:]} == {1, 4, 16} and len(runner.runs) <= 88
+    assert {size.num_requests for size in runner.runs[3:]} == {1, 4, 16} and len(runner.runs) <= 97
     assert StepSize(1, 0, 0, profile.EACH_CONTEXT) in runner.runs, (
         "four with as many tokens in all take longer"
     )
@@ -229,13 +245,13 @@ def test_a_machine_too_busy_to_measure_twice_is_known_to_be() -> None:
 
 
 @pytest.mark.parametrize("number", [float("inf"), float("nan"), -1.0])
-@pytest.mark.parametrize("where", ["target", "draft", "context_row_seconds", "spread"])
+@pytest.mark.parametrize("where", ["target", "draft", "context_rows", "spread"])
 def test_impossible_numbers_are_measured_again(tmp_path: Path, where: str, number: float) -> None:
     good = profile.costs_of(FakeRunner(), LEVELS, {}, tmp_path).as_json()
     file = tmp_path / "step-costs.json"
     content = json.loads(file.read_text())
     (key,) = content
-    spoilt = {"target": {"1": number}, "draft": {"1": {"1": number}}, "context_row_seconds": number}
+    spoilt = {"target": {"1": number}, "draft": {"1": {"1": number}}, "context_rows": {"1": number}}
     spoilt["spread"] = number
     file.write_text(json.dumps({key: {**good, where: spoilt[where]}}))
     found = profile.costs_of(FakeRunner(), LEVELS, {}, tmp_path).as_json()
@@ -291,7 +307,7 @@ def test_keys_that_are_read_lie_apart_as_requests_do(tmp_path: Path, monkeypatch
     from draftproof.engine.runner import ModelRunner
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    tables, measured = [], StepMeter._measured
+    tables, drafted, measured = [], list[bool](), StepMeter._measured
 
     def watched(self: StepMeter, scheduled: Any, *given: Any) -> tuple[float, float]:
         if scheduled[0].start:
@@ -300,7 +316,10 @@ def test_keys_that_are_read_lie_apart_as_requests_do(tmp_path: Path, monkeypatch
             num_pages = -(-scheduled[0].start // 16)
             tables.append((block, cache.layers[0].block_table_SB[slots, :num_pages].flatten().tolist()))
             assert state.slots.computed_S[slots].unique().tolist() == [scheduled[0].start]
-        return measured(self, scheduled, *given)
+        found = measured(self, scheduled, *given)
+        if scheduled[0].start and scheduled[0].num_drafts:
+            drafted.append(bool(self._runner.draft_cache.layers[0].k[1:].any()))
+        return found
 
     monkeypatch.setattr(StepMeter, "_measured", watched)
     settings: dict[str, Any] = {"native": False, "max_num_seqs": 2, "max_model_len": 64}
@@ -309,7 +328,11 @@ def test_keys_that_are_read_lie_apart_as_requests_do(tmp_path: Path, monkeypatch
         assert isinstance(runner, ModelRunner) and tables
         for num_blocks, blocks in tables:
             assert len(set(blocks)) == len(blocks) and min(blocks) > 0 and max(blocks) < num_blocks
-        assert not runner.state.block_tables_GSB.any() and not runner.state.slots.computed_S.any()
+        assert drafted and all(drafted), "the drafter, too, is where keys are"
+        slots = runner.state.slots
+        for left in (runner.state.block_tables_GSB, slots.computed_S, slots.length_S, slots.limit_S):
+            assert not left.any()
+        assert not slots.draft_count_S.any()
 
 
 class Writes(TorchDispatchMode):

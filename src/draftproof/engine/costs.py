@@ -232,8 +232,8 @@ class StepCosts:
     """Seconds of a decode-only step.
 
     `target`: by rows. `draft`: by requests and drafts. `context`: what reading keys adds to a target pass with one row
-    per request, by the tokens of all requests; `context_row_seconds`: what each further row per request adds, per
-    token of context (small, since the rows of a request read its keys together). `host`: outside both passes, of steps
+    per request, by the tokens of all requests; `context_rows`: what each further row per request adds, and its draft,
+    by the same (little for a row: those of a request read its keys together). `host`: outside both passes, of steps
     with drafts, which are also looked after on the host; `plain_host`: of those without.
     `prompt_row_seconds`: of the drafter, per row of a prompt; 0: not known.
     `levels`: numbers of drafts that may be asked for, ascending from 0. `buckets`: where steps are captured, the
@@ -246,7 +246,7 @@ class StepCosts:
     target: Curve = field(default_factory=Curve)
     draft: DraftCosts = field(default_factory=DraftCosts)
     context: Curve = field(default_factory=Curve)
-    context_row_seconds: float = 0.0
+    context_rows: Curve = field(default_factory=Curve)
     host: HostCosts = field(default_factory=HostCosts)
     plain_host: HostCosts = field(default_factory=HostCosts)
     prompt_row_seconds: float = 0.0
@@ -289,7 +289,7 @@ class StepCosts:
         asked_times, drafted_times = math.exp(pace.at(asked)), math.exp(pace.at(drafted))
         power = pace.growth / math.log(2)  # exp(growth * log2(x)) = x ** power
         fixed = self.context.look_up(context)
-        each_row = self.context_row_seconds * context / num_requests
+        each_row = self.context_rows.look_up(context) / num_requests
         host_at, passes = self._host(num_requests, is_plain=False), self._passes
         least = self.plain(num_requests, context)
 
@@ -411,7 +411,7 @@ class StepCosts:
     def _measured(self, num_requests: int, num_rows: int, num_drafts: int, context: int) -> float:
         """Seconds of a step of this padded size by the profile."""
         keys = self.context.look_up(context)
-        keys += self.context_row_seconds * context * (num_rows / num_requests - 1.0)
+        keys += self.context_rows.look_up(context) * (num_rows / num_requests - 1.0)
         is_plain = not num_drafts and num_rows == num_requests
         host = self._host(num_requests, is_plain=is_plain)(num_rows)
         return host + keys + self._passes(num_requests, num_rows, num_drafts)
@@ -452,27 +452,27 @@ class StepCosts:
             "target": _written(self.target),
             "draft": {str(r): _written(curve) for r, curve in self.draft.by_requests.items()},
             "context": _written(self.context),
-            "context_row_seconds": self.context_row_seconds,
+            "context_rows": _written(self.context_rows),
             "prompt_row_seconds": self.prompt_row_seconds,
             "spread": self.spread,
         }
 
     def read_json(self, raw: Any) -> None:
         """Restore what `as_json` wrote. KeyError, TypeError, ValueError or AttributeError for anything else."""
-        target, context = _read(raw["target"]), _read(raw["context"])
-        row_seconds, spread = float(raw["context_row_seconds"]), float(raw["spread"])
+        target, context, context_rows = (_read(raw[name]) for name in ("target", "context", "context_rows"))
+        spread = float(raw["spread"])
         # recordings for rehearsals may lack it
         prompt_row_seconds = float(raw.get("prompt_row_seconds", 0.0))
         draft = {int(r): _read(curve) for r, curve in raw["draft"].items()}
-        behind = [row_seconds, prompt_row_seconds, *context.points.values()]
+        behind = [prompt_row_seconds, *context.points.values(), *context_rows.points.values()]
         drafts = [seconds for curve in draft.values() for seconds in curve.points.values()]
         if not all(map(math.isfinite, [spread, *behind, *target.points.values(), *drafts])):
             raise ValueError("not a profile: numbers that are none")
         if not target.points or min(target.points.values()) <= 0 or min(behind) < 0 or spread < 1:
             raise ValueError("not a profile")
         self.target, self.draft = target, DraftCosts(draft)
-        self.context, self.context_row_seconds, self.spread = context, row_seconds, spread
-        self.prompt_row_seconds = prompt_row_seconds
+        self.context, self.context_rows = context, context_rows
+        self.prompt_row_seconds, self.spread = prompt_row_seconds, spread
 
 
 def median_step(steps: Sequence[StepOutcome]) -> StepOutcome:

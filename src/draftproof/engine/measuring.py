@@ -74,6 +74,9 @@ class StepMeter:
             self._spread(slots)
         scheduled = [ScheduledRequest(slot, size.context, each, each, size.num_drafts) for slot in slots]
         state.slots.computed_S[slots] = size.context
+        if size.context:  # with room for drafts: else the drafter would read no keys
+            state.slots.length_S[slots] = size.context + 1
+            state.slots.limit_S[slots] = state.max_len
         try:
             return self._measured(scheduled, Pass(shape, state.load(scheduled, shape)), drafter)
         finally:
@@ -131,6 +134,9 @@ class StepMeter:
                 table_SB[slot] = ((page_B * len(slots) + place) % num_blocks + 1).int()
 
     def _forget(self, slots: Sequence[int]) -> None:
-        """Empty the block tables of these slots."""
+        """Empty these slots and their block tables."""
+        state = self._runner.state
+        for numbers_S in (state.slots.length_S, state.slots.limit_S, state.slots.draft_count_S):
+            numbers_S[slots] = 0
         for slot in slots:
-            self._runner.state.block_tables_GSB[:, slot] = 0
+            state.block_tables_GSB[:, slot] = 0

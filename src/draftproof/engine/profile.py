@@ -35,7 +35,8 @@ ROUNDS, IN_A_ROW = 4, 4  # rounds over all sizes; runs of a size in a row, as in
 SETTLING = 4
 REQUESTS = (1, 2, 4, 8, 16, 32, 64)
 MOST_REQUESTS = 64
-# Where steps are not captured: rows up to which each size is measured, and of the largest size.
+# Where steps are not captured: rows up to which each size is measured, and recorded at the start, and rows of the
+# largest size that is measured.
 EACH_ROWS, MOST_ROWS = 128, 320
 # in measurements with context: tokens of each request, and least tokens of all requests
 EACH_CONTEXT, LEAST_CONTEXT = 256, 1024
@@ -49,7 +50,7 @@ PROMPT_ROWS, PROMPT_RUNS = 64, 2
 # long drafts of many requests take. Extrapolated from 192 rows, 1,088 took 57 ms instead of 74. And how often each.
 LARGEST_SECONDS, LARGEST_RUNS = 0.1, 3
 MOST_SPREAD = 1.3  # with a larger `StepCosts.spread` other programs have disturbed the profile
-VERSION = 20  # of what is measured: profiles of other versions are not used
+VERSION = 21  # of what is measured: profiles of other versions are not used
 LEVELS = (1, 2, 3, 5, 8, 12, 16, 24, 32, 48, 64)
 CAPTURED_LEVELS = (1, 3, 5, 8, 16, 32, 64)  # fewer, since each is a graph for every number of requests
 
@@ -122,11 +123,11 @@ def _prepare(
     runner: Measured, levels: tuple[int, ...], clock: Callable[[], float] = time.perf_counter
 ) -> None:
     """Record programs before serving, within `SECONDS`, so that no request's first tokens wait for it: the target's
-    pass for each number of rows that steps are padded to, and all steps of one request. Where steps are captured this
-    does nothing."""
+    pass for each number of rows up to `EACH_ROWS` that steps are padded to, and all steps of one request. Where steps
+    are captured this does nothing."""
     end, most = clock() + SECONDS, levels[-1]
     for num_rows in ROW_SIZES:
-        is_met = num_rows <= runner.max_num_seqs * (1 + most)
+        is_met = num_rows <= min(EACH_ROWS, runner.max_num_seqs * (1 + most))
         if runner.buckets or clock() > end or not is_met or not runner.prepare_rows(num_rows):
             break
     for num_verified in sorted({rounded_rows(1, 1 + k, most) - 1 for k in range(most + 1)}):
@@ -249,10 +250,11 @@ def _take_context(found: Mapping[StepSize, tuple[float, float]], costs: StepCost
         else:
             plain[size.num_requests * size.context] = longer
     costs.context = Curve({0: 0.0, **_growing(plain)})
+    rows = dict[int, float]()
     for size, longer in verifying.items():
         num_tokens = size.num_requests * size.context
-        further = max(0.0, longer - costs.context.at(num_tokens))
-        costs.context_row_seconds = further / (num_tokens * size.num_verified)
+        rows[num_tokens] = max(0.0, longer - costs.context.at(num_tokens)) / size.num_verified
+    costs.context_rows = Curve({0: 0.0, **_growing(rows)})
 
 
 def _growing(seconds: Mapping[int, float]) -> dict[int, float]:
@@ -277,9 +279,13 @@ def _sizes(runner: Measured, levels: tuple[int, ...]) -> Iterator[StepSize]:
         if num_requests in with_context:
             context = min(max(EACH_CONTEXT, LEAST_CONTEXT // num_requests), runner.max_model_len // 2)
             yield StepSize(num_requests, 0, 0, context)
+            # with drafts, which read keys, too: the most for the fewest requests, and one for the most
             if num_requests == with_context[0]:
                 most = numbers_of_drafts[-1]
                 yield StepSize(num_requests, most, most, context)
+            elif num_requests == with_context[-1]:
+                fewest = levels[1]
+                yield StepSize(num_requests, fewest, fewest, context)
 
 
 def _with_context(numbers: Sequence[int]) -> list[int]:
