@@ -341,16 +341,17 @@ class Bench:
         return auto
 
     def _warm_up(self, ways: Sequence[Way], learning: Sequence[Way], batch: int, prompts: Ids) -> None:
-        """Run the turns that an engine in service has had, which are not counted, with those ways that learn. With the
-        others the last of them; or all, if the prompts are so few that there are no others: who comes to a prompt first
-        records its steps for those that come later, which took up to a fifth of a turn."""
+        """Run the turns that an engine in service has had, which are not counted, with those ways that learn, and with
+        plain decoding, whose engine records its steps for nobody else. With the others the last of them; or all, if the
+        prompts are so few that there are no others: who comes to a prompt first records its steps for those that come
+        later, which took up to a fifth of a turn."""
         num, order = batch * self.waves, random.Random(0)
         num_turns = -(-LEARNED_FROM // num)
         for number in range(num_turns):
             given, params = self._turn(number, num, prompts)
             is_for_all = number == num_turns - 1 or len(prompts) <= LEARNED_FROM
             for way in order.sample(ways, len(ways)):
-                if is_for_all or way in learning:
+                if is_for_all or way in learning or way.llm is self.plain:
                     way.run(given, params)
         for way in ways:
             way.forget()

@@ -149,6 +149,25 @@ def test_a_padded_step_of_several_requests_has_more_drafts_only_if_that_pays(
 
 
 @pytest.mark.parametrize(
+    ("before", "speeds", "expected"),
+    [
+        (3, (1.0, 1.02, 0.975), 1),
+        (2, (1.0, 0.985, 1.01), 2),
+        (3, (1.0, 1.05, 1.03), 3),
+        (0, (1.0, 1.02, 1.05), 3),
+    ],
+)
+def test_the_drafts_of_the_step_before_are_compared_with_the_best(
+    before: int, speeds: tuple[float, ...], expected: int
+) -> None:
+    its = policy(0.5, row=0.0, levels=(0, 1, 2, 3), buckets=(1, 8))
+    for level, tokens, speed in zip((1, 2, 3), (1.5, 1.75, 1.875), speeds, strict=True):
+        its.costs.draft.set(8, level, 1.1 * (tokens / 1.5) / speed - 1.0)
+    choice = its.chooser.best({RequestClass(0): 8}, before=before)
+    assert list(choice.num_drafts.values()) == [expected]
+
+
+@pytest.mark.parametrize(
     ("before", "speedup", "expected"),
     [(0, 1.02, 1), (1, 1.02, 1), (1, 1.04, 2), (2, 1.02, 2), (2, 0.98, 2), (2, 0.96, 1)],
 )
@@ -1146,13 +1165,15 @@ def test_a_choice_is_kept_for_those_that_are_left() -> None:
     assert its._kept.is_first
 
 
-def test_a_choice_of_the_most_drafts_is_kept_to_the_last_request() -> None:
+def test_a_choice_of_a_lookup_s_most_drafts_is_kept_to_the_last_request() -> None:
     """Alone it would get no fewer."""
-    its, asked = policy(0.9, row=0.001, step=0.01), [request(4, n) for n in range(4)]
-    most = its.levels[-1]
-    assert its.choose(asked, 0) == [most] * 4
-    made = its._kept
-    assert its.choose(asked[3:], 0) == [most] and its._kept is made
+    for is_lookup in (True, False):
+        its, asked = policy(0.9, row=0.001, step=0.01), [request(4, n) for n in range(4)]
+        its.is_lookup, most = is_lookup, its.levels[-1]
+        assert its.choose(asked, 0) == [most] * 4
+        made = its._kept
+        assert its.choose(asked[3:], 0) == [most]
+        assert (its._kept is made) == is_lookup, "a model's drafts may take one request longer"
 
 
 def test_reports_of_steps_that_cannot_have_lost_wait_when_a_choice_goes_on() -> None:
@@ -2063,13 +2084,15 @@ def test_at_low_savings_a_lookup_s_steps_are_told_of_sooner(share: float, saving
 
 
 @pytest.mark.parametrize(
-    ("is_known", "is_long", "every"),
-    [(True, True, 4), (False, True, 2), (True, False, 1)],
+    ("is_known", "is_long", "lasting", "every"),
+    [(True, True, 20.0, 4), (True, True, 19.0, 2), (False, True, 20.0, 2), (True, False, 20.0, 1)],
 )
 def test_steps_of_a_lookup_are_told_of_seldom_once_much_is_known(
-    is_known: bool, is_long: bool, every: int, monkeypatch: pytest.MonkeyPatch
+    is_known: bool, is_long: bool, lasting: float, every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And while the savings last for as long again, and for the 32 steps that nobody has told of then."""
     monkeypatch.setattr(StepCosts, "num_observed", lambda costs, number: WELL_KNOWN * is_known)
+    monkeypatch.setattr(AutoPolicy, "_affordable", lambda its, worst: lasting)
     its = looking_up(0.9)
     its._choosing_seconds = 1e3 * is_long
     its.choose([request(4, 1)], 0)

@@ -96,6 +96,21 @@ def test_what_a_row_reads_is_measured_with_few_tokens_and_with_many() -> None:
     assert each[16] == pytest.approx(1.1e-6 * 4096 + 1e-6 * 2096)
 
 
+def test_what_many_requests_read_may_seem_to_take_no_time() -> None:
+    """Then a row takes what it takes with few."""
+    runner, costs = FakeRunner(), StepCosts(LEVELS)
+    measure = runner.measure
+
+    def warm(size: StepSize) -> tuple[float, float]:
+        is_warm = size.num_requests == 16 and size.num_verified > 0
+        return measure(size._replace(context=0)) if is_warm else measure(size)
+
+    runner.measure = warm  # type: ignore[method-assign]
+    profile.measure(runner, costs, clock=lambda: runner.now)
+    few = costs.context_rows.at(1024)
+    assert few == pytest.approx(1e-7 * 1024) and costs.context_rows.at(4096) == few
+
+
 def test_a_slow_machine_measures_what_it_cannot_do_without() -> None:
     runner = FakeRunner(slowness=100)
     clock = iter(range(1000))
@@ -316,6 +331,7 @@ def test_keys_that_are_read_lie_apart_as_requests_do(tmp_path: Path, monkeypatch
             num_pages = -(-scheduled[0].start // 16)
             tables.append((block, cache.layers[0].block_table_SB[slots, :num_pages].flatten().tolist()))
             assert state.slots.computed_S[slots].unique().tolist() == [scheduled[0].start]
+        self._runner.draft_cache.layers[0].k.zero_()
         found = measured(self, scheduled, *given)
         if scheduled[0].start and scheduled[0].num_drafts:
             drafted.append(bool(self._runner.draft_cache.layers[0].k[1:].any()))

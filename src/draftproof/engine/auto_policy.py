@@ -47,6 +47,7 @@ EARNED = 10.0  # savings from which drafts are believed to pay
 # expected to take 1.57 of a plain step, as in the first texts; 1.38 is right, and now expected after 200.
 OBSERVED_EVERY = 8
 WELL_KNOWN = 64
+SELDOM = 4  # how much more seldom still steps of a lookup are told of, once costs are well known
 CHOOSING_SHARE = 0.005
 # While reports must not wait, so many steps of lookups are reported together: to take one in takes a tenth of a small
 # model's step, and steps in which a lookup has no drafts lose little.
@@ -188,7 +189,7 @@ class AutoPolicy:
         enough = kept.saved - kept.choice.worst
         if stops:
             enough = min(enough, EARNED)
-        if self.savings < enough or self._num_losing(kept):
+        if self.savings < MOST_SAVED or self._num_losing(kept):  # else what waits changes nothing
             self._settle_steps()
         if self.savings < enough:
             return False
@@ -336,8 +337,12 @@ class AutoPolicy:
         length = sum(len(request.tokens) for request in asked) / len(asked)  # the others' is not known
         context = round(length * (len(asked) + num_others))
         stake = STAKE * self.savings
-        is_first = not _ids(before).issuperset(map(id, asked))
-        level = 0 if is_first or before is None else max(before.num_drafts, default=0)
+        seen = _ids(before)
+        num_seen = sum(id(request) in seen for request in asked)
+        is_first = num_seen < len(asked)
+        level = 0
+        if before is not None and num_seen >= LEAST_LEFT * len(asked):
+            level = max(before.num_drafts, default=0)
         choice = self.chooser.best(Counter(classes), num_others, context, stake, self._least_speedup, level)
         return self._kept_for(asked, num_others, classes, choice, is_first=is_first)
 
@@ -373,8 +378,8 @@ class AutoPolicy:
             longer = min(longer, int(affordable))
         # Where steps are captured the time of a choice hardly counts, and another number of requests has other levels.
         # Where the drafter ends proposals itself, the price is that of those that are left. And fewer requests get no
-        # fewer drafts: a further row takes longer the more there are.
-        is_most = min(num_drafts) == self.levels[-1]
+        # fewer drafts of a lookup: a further row takes longer the more there are.
+        is_most = self.is_lookup and min(num_drafts) == self.levels[-1]
         is_kept = is_most or (is_limit and all(num_drafts))
         left = 1.0 if self.costs.is_padded else 0.0 if is_kept else LEAST_LEFT
         fewest = len(asked) * left
@@ -397,9 +402,12 @@ class AutoPolicy:
         if may_wait and stops and self._is_well_known(num_made):
             kept.learn_every = LEARNED_EVERY
         if may_wait:
-            is_steady = self.is_lookup and kept.is_long
-            more_seldom = (4 if self._is_well_known(num_made) else 2) if is_steady else 1
-            kept.report_every = OBSERVED_EVERY * more_seldom
+            kept.report_every = OBSERVED_EVERY
+            if self.is_lookup and kept.is_long:
+                # the savings last also for those steps that nobody has told of when it goes on
+                seldom = SELDOM * OBSERVED_EVERY
+                lasts = affordable >= longer + seldom / ROUNDS_KEPT
+                kept.report_every = seldom if lasts and self._is_well_known(num_made) else 2 * OBSERVED_EVERY
         elif self.is_lookup and choice.num_drafts:
             # not without: then these are only the steps whose drafts are compared, and each tells something
             kept.report_every = LOOKUPS_EVERY

@@ -272,6 +272,8 @@ class EngineCore:
                 if request.is_followed and num_observed and not request.forced:
                     self.policy.verified(request, num_observed, delta.num_accepted, is_model=False)
                 request.is_followed = False
+                if is_last:
+                    self.drafting.tell_asked(request)
                 return
         if request.forced:  # they say nothing about the drafters' acceptance
             num_observed = 0

@@ -180,19 +180,23 @@ class Chooser:
         before: int,
     ) -> DraftChoice | None:
         """The best choice with one level for all requests, of those that take at most `most` seconds: with the first
-        level, and with others; of those that are faster than `least`. Fewer drafts, if more are hardly better, and the
-        level `before`, if fewer are hardly better."""
-        first, best = self.costs.levels[1], None
-        worth_more = WORTH_MORE if num_requests > 1 else 1.0
+        level, and with others; of those that are faster than `least`. The level `before` if no other is clearly better;
+        else fewer drafts, if more are hardly better."""
+        first, worth_more = self.costs.levels[1], WORTH_MORE if num_requests > 1 else 1.0
+        found: dict[int, DraftChoice] = {}
         for level in self.costs.levels_for(num_requests)[1:]:
             num_drafts = dict.fromkeys(counts, level)
             tokens = num_requests + _num_accepted(counts, num_drafts, self.acceptance.survival)
             seconds = self.costs.step(num_requests, num_requests * (1 + level), level, context)
-            speed = tokens / seconds
-            margin = 1.0 / worth_more if level == before else worth_more
-            is_better = best is None or speed > margin * best.speed
-            if seconds <= most[level > first] and speed > least and is_better:
-                best = DraftChoice(num_drafts, tokens, seconds, tokens)
+            if seconds <= most[level > first] and tokens / seconds > least:
+                found[level] = DraftChoice(num_drafts, tokens, seconds, tokens)
+        fastest = max((choice.speed for choice in found.values()), default=0.0)
+        if before in found and worth_more * found[before].speed >= fastest:
+            return found[before]
+        best = None
+        for choice in found.values():
+            if best is None or choice.speed > worth_more * best.speed:
+                best = choice
         return best
 
     def _best_ragged(

@@ -307,13 +307,17 @@ class Drafting:
                 request.num_drafts = most
                 self._runner.keep_drafts(request.slot, most)
 
+    def tell_asked(self, request: Progress) -> None:
+        """Report how often lookups were asked for drafts of this request, and had some, since that was last told."""
+        if request.num_asked:
+            self.policy.looked_up(request, request.num_asked, request.num_given)
+            request.num_asked = request.num_given = 0
+
     def _tell_lookups(self, flight: InFlightStep) -> None:
         """Report how often lookups had drafts, and their last proposals, where all of them are verified, of a few
         requests in turn."""
         for request in flight.requests:
-            if request.num_asked:
-                self.policy.looked_up(request, request.num_asked, request.num_given)
-                request.num_asked = request.num_given = 0
+            self.tell_asked(request)
         if flight.shadowing is not None:
             return
         num_requests = len(flight.requests)

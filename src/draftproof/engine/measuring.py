@@ -68,16 +68,16 @@ class StepMeter:
         with_drafter = self._runner.drafter is not None and size.num_verified + size.num_drafts > 0
         shape = BatchShape.decoding(num_requests, each, size.num_drafts, with_drafter=with_drafter)
         shape = self._widened(shape)
-        slots = [state.scratch_slot] * num_requests
-        if size.context:  # each request reads keys of its own blocks, as in serving
-            slots = list(range(num_requests))
-            self._spread(slots)
+        # with context each request reads keys of its own blocks, as in serving
+        slots = list(range(num_requests)) if size.context else [state.scratch_slot] * num_requests
         scheduled = [ScheduledRequest(slot, size.context, each, each, size.num_drafts) for slot in slots]
-        state.slots.computed_S[slots] = size.context
-        if size.context:  # with room for drafts: else the drafter would read no keys
-            state.slots.length_S[slots] = size.context + 1
-            state.slots.limit_S[slots] = state.max_len
         try:
+            state.slots.computed_S[slots] = size.context
+            if size.context:
+                self._spread(slots)
+                # with room for drafts: else the drafter would read no keys
+                state.slots.length_S[slots] = size.context + 1
+                state.slots.limit_S[slots] = state.max_len
             return self._measured(scheduled, Pass(shape, state.load(scheduled, shape)), drafter)
         finally:
             state.slots.computed_S[slots] = 0
