@@ -2120,8 +2120,10 @@ def test_sizes_of_steps_come_again() -> None:
     found = {(r, n): rounded_rows(r, n, 20) for r in range(1, 17) for n in range(r, most + 1) if n <= r * 21}
     assert all(n <= rounded <= n * 9 / 8 for (_, n), rounded in found.items())
     drafting = {rounded for (r, n), rounded in found.items() if n > r}
-    with_all = {21 * r for r in range(1, 17)}
-    assert max(drafting) == most and drafting - set(ROW_SIZES) <= with_all, "those with all drafts there are"
+    with_all = {21, 42, 63, 84, 105, 126, 147, 189, 210, 231, 252, 273, 294, 315}
+    assert drafting - set(ROW_SIZES) == with_all and max(drafting) == most == 320, (
+        "those with all drafts there are"
+    )
 
 
 def test_without_drafts_nothing_is_rounded() -> None:

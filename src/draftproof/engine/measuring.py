@@ -22,7 +22,8 @@ MOST_PREPARED_BYTES = 1 << 26  # memory of recorded programs beyond which no mor
 
 
 class StepMeter:
-    """Runs steps of a runner that serves no requests yet; leaves its slots and blocks as they were."""
+    """Runs steps of a runner that serves no requests yet; leaves its slots empty, and tokens and keys in their memory,
+    which those that are admitted overwrite."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
