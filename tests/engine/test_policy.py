@@ -1239,6 +1239,26 @@ def test_the_first_probe_comes_early_where_it_tells_for_sure(is_seen: bool) -> N
     assert found == ([2715, 5430] if is_seen else [first, first + 1350, first + 4050, first + 6750])
 
 
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_a_model_s_first_probes_come_sooner_where_its_drafts_gain_little(is_seen: bool) -> None:
+    """Drafts are believed to gain a tenth, which an error of the costs may make a loss: the first probe comes after a
+    quarter of the steps, the second after half of them, the third after three quarters. Those of a lookup as usual."""
+    choice = DraftChoice({RequestClass(0): 1}, tokens=1.1, seconds=1.0, balanced=1.1)
+    its = Probes(costs(), is_seen=is_seen)
+    found, apart = [0], list[int]()
+    for number in range(1, 2000):
+        its.count(1, 1, has_drafts=True)
+        if its.is_due(choice, 1):
+            its.start(1)
+            apart.append(number - found[-1])
+            found.append(number)
+    if is_seen:
+        usual = apart[-1]
+        assert apart[:4] == pytest.approx([usual / 4, usual / 2, usual * 3 / 4, usual], abs=1)
+    else:
+        assert apart[0] == FEWEST_APART and apart[2] == pytest.approx(2 * apart[1], abs=1)
+
+
 def test_a_probe_s_first_step_counts_as_what_it_is() -> None:
     """It verifies the drafts that there are, and is none of those that tell what plain steps take."""
     its, one, told = policy(0.9, row=0.01, step=0.01), request(4), list[int]()
