@@ -7,6 +7,7 @@ import itertools
 import math
 import random
 import statistics
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,7 @@ from draftproof.engine.auto_policy import (
     INCOME,
     LEARNED_EVERY,
     LOOKUPS_EVERY,
+    MANY,
     MORE_OFTEN,
     MOST_NEW,
     MOST_SAVED,
@@ -36,6 +38,7 @@ from draftproof.engine.auto_policy import (
     MOST_TAKEN,
     MOST_TAKEN_PLAIN,
     MOST_WAITING,
+    NUM_PATIENT,
     OBSERVED_EVERY,
     RENEWED_EVERY,
     STAKE,
@@ -198,6 +201,30 @@ def test_a_drafter_that_has_paid_is_not_dropped_for_little(
     its, one = policy(0.5, row=0.0, step=1.5 / speedup - 1.0, levels=(0, 1)), request(4)
     its.savings = savings
     assert (its.choose([one], 0) == [1]) == (goes_on and speedup > 0.95)
+
+
+@pytest.mark.parametrize(
+    ("num_rounds", "num_early", "goes_on"),
+    [
+        (0, 4, False),
+        (1, 4, True),
+        (NUM_PATIENT - 1, 4, True),
+        (NUM_PATIENT, 4, False),
+        (1, 3, True),
+        (1, 2, False),
+    ],
+)
+@pytest.mark.parametrize("speedup", [0.93, 0.99])
+def test_first_rounds_end_no_drafts_that_lose_little(
+    speedup: float, num_rounds: int, num_early: int, goes_on: bool
+) -> None:
+    """Some of four requests have had `num_rounds`, the others many. Those that have had none are not begun with."""
+    its = policy(0.5, row=0.0, step=1.5 / speedup - 1.0, levels=(0, 1))
+    asked = [request(4, number) for number in range(4)]
+    its.savings = EARNED - 1.0
+    for number, one in enumerate(asked):
+        one.records[0].num_rounds = num_rounds if number < num_early else 2 * NUM_PATIENT
+    assert its.choose(asked, 0) == [goes_on and speedup > 0.95] * 4
 
 
 def test_a_lookup_rests_as_soon_as_drafts_do_not_pay() -> None:
@@ -1888,6 +1915,23 @@ def test_few_rounds_of_a_drafter_that_stops_tell_enough(
     assert taken == (4 if not changed else 4 * LEARNED_EVERY)
     record = asked[0].records[0]
     assert (record.last_asked, record.last_given) == (8, 2)
+
+
+@pytest.mark.parametrize(
+    ("num_requests", "savings"), [(MANY, MOST_SAVED), (MANY - 1, MOST_SAVED), (MANY, ALLOWANCE)]
+)
+def test_few_rounds_of_many_requests_tell_enough(num_requests: int, savings: float) -> None:
+    """One in `LEARNED_EVERY` reports of each request is taken in, while the savings last: of all requests as many."""
+    its, asked = policy(0.8), [request(4, number) for number in range(num_requests)]
+    its.savings = savings
+    assert any(its.choose(asked, 0))
+    for _ in range(LEARNED_EVERY):
+        for one in asked:
+            its.learn(one, [Round(1, 1, 1, 1)])
+    counted = Counter(id(given[0]) for take, given in its._reports if take is not its._note)
+    assert all(one.records[0].num_rounds == LEARNED_EVERY for one in asked)
+    is_few = num_requests == MANY and savings == MOST_SAVED
+    assert counted == {id(one.records[0]): 1 if is_few else LEARNED_EVERY for one in asked}
 
 
 @pytest.mark.parametrize("num_requests", [1, 3])

@@ -79,7 +79,8 @@ def _for_odds(chances: Sequence[float], odds: int) -> list[float]:
 class AcceptanceRecord:
     """One request's recent rounds, weighted: hits and misses, how many of each the pool's estimates predicted, and how
     often the drafter was `asked` for drafts and had some (`given`). `last_asked`, `last_given`: the last time. `ratio`:
-    the request's odds of acceptance relative to the pool's, as last estimated."""
+    the request's odds of acceptance relative to the pool's, as last estimated. `num_rounds`, `num_reports`: rounds
+    that the policy was told of so far, and how many times."""
 
     hits: float = 0.0
     misses: float = 0.0
@@ -90,6 +91,8 @@ class AcceptanceRecord:
     last_asked: int = 0
     last_given: int = 0
     ratio: float = 1.0
+    num_rounds: int = 0
+    num_reports: int = 0
 
     @property
     def shift(self) -> float:
