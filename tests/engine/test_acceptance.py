@@ -138,6 +138,17 @@ def test_more_rounds_but_fewer_steps_are_remembered_of_requests_that_decode_toge
     assert shares[64, 400 * 64] < alone, "as many steps: sooner forgotten"
 
 
+def test_of_fewer_rounds_that_are_counted_fewer_are_remembered() -> None:
+    """One in four of 64 requests: as many as of 16, in twice as many steps as all of them."""
+    few, all_of_less = Acceptance(1), Acceptance(1)
+    few.decode_together(64, 4)
+    all_of_less.decode_together(16)
+    for number in range(500):
+        for acceptance in (few, all_of_less):
+            acceptance.count(AcceptanceRecord(), 1, number % 2)
+    assert few.accepted.estimates == pytest.approx(all_of_less.accepted.estimates)
+
+
 def test_late_drafts_of_good_requests_do_not_make_those_of_all_seem_likely() -> None:
     """Half of the requests accept each draft at 0.9, half at 0.5. Only the good ones are asked for more than one, as
     soon as they are known, so the second draft of all that had one was right at nearly 0.9."""

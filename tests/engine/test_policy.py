@@ -1892,15 +1892,14 @@ def test_costs_of_a_mean_number_of_drafts_lie_between_those_beside_it() -> None:
     )
 
 
-@pytest.mark.parametrize("changed", ["", "unknown costs", "two", "poor", "all made"])
-def test_few_rounds_of_a_drafter_that_stops_tell_enough(
-    changed: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One in `LEARNED_EVERY` reports is taken in, while the savings last and costs are well known."""
+@pytest.mark.parametrize("changed", ["", "unknown costs", "two", "poor", "all made", "lookup"])
+def test_few_rounds_of_a_model_s_drafts_tell_enough(changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One in `LEARNED_EVERY` reports is taken in, while the savings last and costs are well known, of a drafter that
+    stops by itself or of several requests."""
     observed = 0 if changed == "unknown costs" else WELL_KNOWN
     monkeypatch.setattr(StepCosts, "num_observed", lambda costs, number: observed)
     its, asked = stopping_policy(), [request(4), request(4, 1)][: 1 + (changed == "two")]
-    its.stops = changed != "all made"
+    its.stops, its.is_lookup = changed not in ("all made", "lookup"), changed == "lookup"
     its.savings = ALLOWANCE if changed == "poor" else MOST_SAVED
     its.choose(asked, 0)
     rounds = [Round(3, 2, 8, 4), Round(4, 4, 8, 2)]
@@ -1912,7 +1911,7 @@ def test_few_rounds_of_a_drafter_that_stops_tell_enough(
         taken *= 2  # proposals of several requests have all drafts
     assert (asked[0].records[0].last_asked, asked[0].records[0].last_given) == (0, 0), "others wait before it"
     its._settle()
-    assert taken == (4 if not changed else 4 * LEARNED_EVERY)
+    assert taken == (4 * LEARNED_EVERY if changed not in ("", "two") else 4)
     record = asked[0].records[0]
     assert (record.last_asked, record.last_given) == (8, 2)
 

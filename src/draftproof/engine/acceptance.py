@@ -233,10 +233,12 @@ class Acceptance:
         self.given = Chances(self.num_drafts, self.goes_on, num_alike=2)
         self.followed = Chances(self.num_drafts, self.goes_on)
 
-    def decode_together(self, num_requests: int) -> None:
+    def decode_together(self, num_requests: int, learn_every: int = 1) -> None:
         """Remember as suits rounds of `num_requests` that decode together: the more, the more rounds, for an estimate
-        with less noise, and yet fewer steps. Example: 200 of one request; 1600 of 64, those of 25 steps."""
-        self._kept = self.memory ** (1.0 / math.sqrt(num_requests))
+        with less noise, and yet fewer steps. Example: 200 of one request; 1600 of 64, those of 25 steps. Of those one
+        in `learn_every` is counted: the fewer, the fewer rounds, and yet more steps. Example: one in four, 800 of 64,
+        those of 50 steps."""
+        self._kept = self.memory ** math.sqrt(learn_every / num_requests)
 
     @property
     def share(self) -> float:

@@ -52,9 +52,10 @@ CHOOSING_SHARE = 0.005
 # While reports must not wait, so many steps of lookups are reported together: to take one in takes a tenth of a small
 # model's step, and steps in which a lookup has no drafts lose little.
 LOOKUPS_EVERY = 4
-# One in so many reports of a request's rounds is taken in where the savings last, if the drafter stops by itself and
-# costs are well known: all that they tell then is whether drafts pay at all. And of `MANY` requests, whose rounds tell
-# as much in a step as those of one in a text: taking all in took up to 3 % of 64 requests' steps of `small`.
+# One in so many reports of the rounds of a drafter with a model is taken in where the savings last, once costs are well
+# known, if the drafter stops by itself or several requests decode: most that they tell then is whether drafts pay at
+# all. Or if `MANY` decode, whose rounds tell as much in a step as those of one in a text. Taking all in took 3 % of the
+# steps of 64 requests of `small` and of four of `tiny`.
 LEARNED_EVERY, MANY = 4, 32
 # Where the drafter ends proposals itself, the number of drafts is but a limit, and a good one lasts longer.
 CHOOSING_SHARE_IF_CUT = 0.0025
@@ -372,7 +373,6 @@ class AutoPolicy:
     ) -> Kept:
         """This choice, for as many steps as it is worth keeping. `classes`: of each request; `is_first`: for these
         requests, so that little is known of some."""
-        self.acceptance.decode_together(len(asked) + num_others)
         num_drafts = [choice.num_drafts.get(its_class, 0) for its_class in classes]
         num_steps = ROUNDS_KEPT if choice.num_drafts else TOLD_KEPT * PLAIN_EVERY
         stops = self._stops(len(asked) + num_others)
@@ -408,19 +408,26 @@ class AutoPolicy:
             is_dear=round(enough) > 1,
             saved=self.savings,
         )
-        if may_wait:
-            if num_made >= MANY or (stops and self._is_well_known(num_made)):
+        self._set_reports(kept, affordable, stops=stops)
+        self.acceptance.decode_together(num_made, kept.learn_every)
+        return kept
+
+    def _set_reports(self, kept: Kept, affordable: float, *, stops: bool) -> None:
+        """Set how many reports of its steps and rounds are taken in. `affordable`: for how many times
+        `ROUNDS_KEPT` steps the savings last; `stops`: whether the drafter stops by itself."""
+        is_known = self._is_well_known(kept.num_made)
+        if kept.may_wait:
+            if not self.is_lookup and (kept.num_made >= MANY or (is_known and (stops or kept.num_made > 1))):
                 kept.learn_every = LEARNED_EVERY
             kept.report_every = OBSERVED_EVERY
             if self.is_lookup and kept.is_long:
                 # the savings last also for those steps that nobody has told of when it goes on
                 seldom = SELDOM * OBSERVED_EVERY
-                lasts = affordable >= longer + seldom / ROUNDS_KEPT
-                kept.report_every = seldom if lasts and self._is_well_known(num_made) else 2 * OBSERVED_EVERY
-        elif self.is_lookup and choice.num_drafts:
+                lasts = affordable >= kept.longer + seldom / ROUNDS_KEPT
+                kept.report_every = seldom if lasts and is_known else 2 * OBSERVED_EVERY
+        elif self.is_lookup and kept.choice.num_drafts:
             # not without: then these are only the steps whose drafts are compared, and each tells something
             kept.report_every = LOOKUPS_EVERY
-        return kept
 
     def _report(self, take: Callable[..., None], *given: Any) -> None:
         """Note what `take(*given)` takes in before the next choice."""
