@@ -18,6 +18,7 @@ from draftproof.engine.acceptance import (
     ODDS_STEP,
     OWN_FADING,
     POOL_FADING,
+    POOL_MEMORY,
     Acceptance,
     AcceptanceRecord,
     RequestClass,
@@ -218,12 +219,17 @@ def test_a_drafter_that_has_paid_is_not_dropped_for_little(
 def test_first_rounds_end_no_drafts_that_lose_little(
     speedup: float, num_rounds: int, num_early: int, goes_on: bool
 ) -> None:
-    """Some of four requests have had `num_rounds`, the others many. Those that have had none are not begun with."""
+    """Some of four requests have had `num_rounds`, the others many."""
     its = policy(0.5, row=0.0, step=1.5 / speedup - 1.0, levels=(0, 1))
     asked = [request(4, number) for number in range(4)]
-    its.savings = EARNED - 1.0
     for number, one in enumerate(asked):
         one.records[0].num_rounds = num_rounds if number < num_early else 2 * NUM_PATIENT
+    its.savings = EARNED - 1.0
+    assert its.choose(asked, 0) == [0] * 4, "none is begun with"
+    its._let_go()
+    its.savings = EARNED
+    assert its.choose(asked, 0) == [speedup > 0.95] * 4
+    its.savings, its._kept.is_over = EARNED - 1.0, True
     assert its.choose(asked, 0) == [goes_on and speedup > 0.95] * 4
 
 
@@ -1892,14 +1898,14 @@ def test_costs_of_a_mean_number_of_drafts_lie_between_those_beside_it() -> None:
     )
 
 
-@pytest.mark.parametrize("changed", ["", "unknown costs", "two", "poor", "all made", "lookup"])
+@pytest.mark.parametrize("changed", ["", "unknown costs", "two", "poor", "all made", "in a chain"])
 def test_few_rounds_of_a_model_s_drafts_tell_enough(changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One in `LEARNED_EVERY` reports is taken in, while the savings last and costs are well known, of a drafter that
     stops by itself or of several requests."""
     observed = 0 if changed == "unknown costs" else WELL_KNOWN
     monkeypatch.setattr(StepCosts, "num_observed", lambda costs, number: observed)
     its, asked = stopping_policy(), [request(4), request(4, 1)][: 1 + (changed == "two")]
-    its.stops, its.is_lookup = changed not in ("all made", "lookup"), changed == "lookup"
+    its.stops, its.takes_few = changed != "all made", changed != "in a chain"
     its.savings = ALLOWANCE if changed == "poor" else MOST_SAVED
     its.choose(asked, 0)
     rounds = [Round(3, 2, 8, 4), Round(4, 4, 8, 2)]
@@ -1916,21 +1922,25 @@ def test_few_rounds_of_a_model_s_drafts_tell_enough(changed: str, monkeypatch: p
     assert (record.last_asked, record.last_given) == (8, 2)
 
 
-@pytest.mark.parametrize(
-    ("num_requests", "savings"), [(MANY, MOST_SAVED), (MANY - 1, MOST_SAVED), (MANY, ALLOWANCE)]
-)
-def test_few_rounds_of_many_requests_tell_enough(num_requests: int, savings: float) -> None:
-    """One in `LEARNED_EVERY` reports of each request is taken in, while the savings last: of all requests as many."""
-    its, asked = policy(0.8), [request(4, number) for number in range(num_requests)]
-    its.savings = savings
+@pytest.mark.parametrize("changed", ["", "fewer", "poor", "lookup"])
+def test_few_rounds_of_many_requests_tell_enough(changed: str) -> None:
+    """One in `LEARNED_EVERY` reports of each request is taken in, while the savings last, and of each step's reports a
+    quarter. A report has two rounds."""
+    its, asked = policy(0.8), [request(4, number) for number in range(MANY - (changed == "fewer"))]
+    its.is_lookup, its.savings = changed == "lookup", ALLOWANCE if changed == "poor" else MOST_SAVED
     assert any(its.choose(asked, 0))
+    every = 1 if changed else LEARNED_EVERY
+    assert its.acceptance._kept == pytest.approx(POOL_MEMORY ** math.sqrt(every / len(asked)))
+    counted = Counter[int]()
     for _ in range(LEARNED_EVERY):
+        its._reports.clear()
         for one in asked:
-            its.learn(one, [Round(1, 1, 1, 1)])
-    counted = Counter(id(given[0]) for take, given in its._reports if take is not its._note)
-    assert all(one.records[0].num_rounds == LEARNED_EVERY for one in asked)
-    is_few = num_requests == MANY and savings == MOST_SAVED
-    assert counted == {id(one.records[0]): 1 if is_few else LEARNED_EVERY for one in asked}
+            its.learn(one, [Round(1, 1, 0, 0)] * 2)
+        of_step = [id(given[0]) for _, given in its._reports]
+        assert len(of_step) == 2 * len(asked) / every
+        counted.update(of_step)
+    assert counted == {id(one.records[0]): 2 * LEARNED_EVERY / every for one in asked}
+    assert all(one.records[0].num_rounds == 2 * LEARNED_EVERY for one in asked)
 
 
 @pytest.mark.parametrize("num_requests", [1, 3])

@@ -52,10 +52,10 @@ CHOOSING_SHARE = 0.005
 # While reports must not wait, so many steps of lookups are reported together: to take one in takes a tenth of a small
 # model's step, and steps in which a lookup has no drafts lose little.
 LOOKUPS_EVERY = 4
-# One in so many reports of the rounds of a drafter with a model is taken in where the savings last, once costs are well
-# known, if the drafter stops by itself or several requests decode: most that they tell then is whether drafts pay at
-# all. Or if `MANY` decode, whose rounds tell as much in a step as those of one in a text. Taking all in took 3 % of the
-# steps of 64 requests of `small` and of four of `tiny`.
+# One in so many reports of a request's rounds is taken in where the savings last, for a drafter with a model: once
+# costs are well known, if it stops by itself or several requests decode; or if at least `MANY` do, whose rounds tell as
+# much in a step as those of one in a text. Taking all in took up to 3 % of the time of 64 requests of `small`, and 25
+# us of the 1.2 ms of a step of four of `tiny`.
 LEARNED_EVERY, MANY = 4, 32
 # Where the drafter ends proposals itself, the number of drafts is but a limit, and a good one lasts longer.
 CHOOSING_SHARE_IF_CUT = 0.0025
@@ -75,9 +75,10 @@ MORE_OFTEN = 2.0
 # Least gain for which a drafter is shown a prompt, over what that takes: if the savings allow it or acceptance is well
 # known, and at the start. The price is paid for sure, and what is expected of a request may not come.
 WORTH_SHOWING, SURELY_WORTH = 1.25, 3.0
-# A request's first rounds, in which a drafter with a model goes on that seems to lose a little: its drafts are right
-# more often later, and it cannot return. Example: EAGLE-3's for 64 requests of `small` are right at 0.5 for sixteen
-# tokens, where 0.55 would pay, and at 0.7 from then on. After eight steps it rested, for each text again.
+# A request's first rounds, in which a drafter that drafts for it goes on if it seems to lose a little: its drafts are
+# right more often later, and one with keys and values could not return. Example: EAGLE-3's for 64 requests of `small`
+# are right at 0.5 for sixteen tokens, where 0.55 would pay, and at 0.7 from then on. After eight steps it rested, for
+# each text again.
 NUM_PATIENT = 24
 MOST_TOKENS = 256  # output length that a new request is expected to have at most: limits are seldom reached
 
@@ -103,6 +104,9 @@ class AutoPolicy:
     is_cut: bool = False  # the drafter, a lookup, itself ends proposals where they do not pay
     stops: bool = False  # the drafter makes no drafts where going on does not pay, see `RowPrice`
     number: int = 0  # which of a request's `records` is this policy's
+    takes_few: bool = (
+        True  # by `learn`, see `LEARNED_EVERY`: not in a chain, which tells of each round itself
+    )
     savings: float = ALLOWANCE
     chooser: Chooser = field(init=False)
     _probes: Probes = field(init=False)
@@ -115,6 +119,7 @@ class AutoPolicy:
     # by requests and about their context: seconds of plain steps, and of others; see `_longer`
     _steps_about: dict[tuple[int, int], tuple[float, _Seconds]] = field(default_factory=dict)
     _num_taken: int = 0  # reports and steps that were taken in
+    _num_begun: int = 0  # requests of whose rounds it was told
     _num_unobserved: int = 0  # steps since one has corrected the costs
     _was_asked: bool = False  # since a step was last reported
     # reports to be taken in: (method, arguments); and steps, each with the number that it stands for
@@ -349,18 +354,19 @@ class AutoPolicy:
         if before is not None and num_seen >= LEAST_LEFT * len(asked):
             level = max(before.num_drafts, default=0)
         choice = self.chooser.best(
-            Counter(classes), num_others, context, stake, self._least_speedup(asked), level
+            Counter(classes), num_others, context, stake, self._least_speedup(asked, level), level
         )
         return self._kept_for(asked, num_others, classes, choice, is_first=is_first)
 
-    def _least_speedup(self, asked: Sequence[Progress]) -> float:
-        """With which drafts are made for these requests: a model's go on if they have paid, or most of the requests are
-        at their beginning."""
+    def _least_speedup(self, asked: Sequence[Progress], level: int) -> float:
+        """Least speed-up at which these requests get drafts. A model's go on if they have paid, or if most of the
+        requests are at their beginning and got some in the last step: at most `level`."""
         if self.is_lookup:
             return WORTH_IT
+        if self.savings >= EARNED:
+            return WORTH_GOING_ON
         num_early = sum(0 < request.records[self.number].num_rounds < NUM_PATIENT for request in asked)
-        may_go_on = self.savings >= EARNED or num_early > len(asked) / 2
-        return WORTH_GOING_ON if may_go_on else WORTH_IT
+        return WORTH_GOING_ON if level and num_early > len(asked) / 2 else WORTH_IT
 
     def _kept_for(
         self,
@@ -413,11 +419,12 @@ class AutoPolicy:
         return kept
 
     def _set_reports(self, kept: Kept, affordable: float, *, stops: bool) -> None:
-        """Set how many reports of its steps and rounds are taken in. `affordable`: for how many times
+        """Set how many reports of this choice's steps and rounds are taken in. `affordable`: for how many times
         `ROUNDS_KEPT` steps the savings last; `stops`: whether the drafter stops by itself."""
-        is_known = self._is_well_known(kept.num_made)
         if kept.may_wait:
-            if not self.is_lookup and (kept.num_made >= MANY or (is_known and (stops or kept.num_made > 1))):
+            is_known = self._is_well_known(kept.num_made)
+            is_enough = kept.num_made >= MANY or (is_known and (stops or kept.num_made > 1))
+            if self.takes_few and not self.is_lookup and is_enough:
                 kept.learn_every = LEARNED_EVERY
             kept.report_every = OBSERVED_EVERY
             if self.is_lookup and kept.is_long:
@@ -584,6 +591,11 @@ class AutoPolicy:
 
     def learn(self, request: Progress, rounds: Sequence[Round]) -> None:
         record = request.records[self.number]
+        if (
+            not record.num_reports
+        ):  # else the first rounds of all requests would be left out, or taken in at once
+            self._num_begun += 1
+            record.num_reports = self._num_begun % LEARNED_EVERY
         record.num_rounds += len(rounds)
         record.num_reports += 1
         if self._kept is None or record.num_reports % self._kept.learn_every == 0:

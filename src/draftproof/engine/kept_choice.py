@@ -47,7 +47,7 @@ class Kept:
     fewest: float  # requests with which it is still kept
     share: float  # how often there are drafts, as was known when it was made
     report_every: int = 1  # steps with drafts
-    learn_every: int = 1  # reports of rounds, of which one is taken in
+    learn_every: int = 1  # reports of a request's rounds, of which one is taken in
     admits: bool = False
     is_dear: bool = False  # making one takes more than its share of the time
     saved: float = 0.0  # savings when it was made, or went on

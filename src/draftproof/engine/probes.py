@@ -17,10 +17,11 @@ from draftproof.engine.draft_choice import DraftChoice
 # steps that ask it and verify nothing tell nearly as much as probes.
 PROBED_STEPS, PROBED_SHARE = 6, 0.002
 SECOND_SOONER = 2.0  # how much sooner the second of a lookup comes than later ones: one tells little
-# Where drafts are believed to gain less than `DOUBTFUL`, an error of the costs decides whether they pay, and only
-# a probe ends it: what all steps take too long seems to be the machine's pace. So there the first of a drafter
-# with a model come sooner. Example: MTP for four of `tiny`, steps with one draft believed to take 1.17 of a plain one
-# and taking 1.36, made 0.92 of plain decoding until its first probe, in the tenth batch of requests.
+# Where drafts are believed to gain less than `DOUBTFUL`, an error of the costs decides whether they pay, and only a
+# probe ends it: time that all steps take too long is put down to the machine's pace. So there the first three of a
+# drafter with a model come sooner, up to four times. Example: MTP for four of `tiny`, steps with one draft believed to
+# take 1.17 of a plain one and taking 1.36, reached 0.92 of plain decoding's speed until its first probe, in the tenth
+# batch of requests.
 DOUBTFUL, DOUBTED_SOONER = 1.25, 4.0
 # The first of them do not count: after steps of many rows those of one are longer (`profile.SETTLING`). Suffix drafting
 # for one request of `small`: 1.31 ms for the target's pass, 1.06 where all steps are plain.

@@ -259,7 +259,13 @@ def _chain_policy(
             probes=True,
             is_cut=is_cut,
         ),
-        AutoPolicy(of_models, acceptance_of(most, has_kv=True, stops=stops), number=1, stops=stops),
+        AutoPolicy(
+            of_models,
+            acceptance_of(most, has_kv=True, stops=stops),
+            number=1,
+            stops=stops,
+            takes_few=False,
+        ),
     )
 
 
