@@ -79,8 +79,8 @@ def _for_odds(chances: Sequence[float], odds: int) -> list[float]:
 class AcceptanceRecord:
     """One request's recent rounds, weighted: hits and misses, how many of each the pool's estimates predicted, and how
     often the drafter was `asked` for drafts and had some (`given`). `last_asked`, `last_given`: the last time. `ratio`:
-    the request's odds of acceptance relative to the pool's, as last estimated. `num_rounds`: all that
-    `learn` was told of so far, in `num_reports` reports, from some number on."""
+    the request's odds of acceptance relative to the pool's, as last estimated. `num_rounds`, `num_reports`:
+    rounds that the policy's `learn` was told of so far, and in how many reports."""
 
     hits: float = 0.0
     misses: float = 0.0
@@ -235,9 +235,9 @@ class Acceptance:
 
     def decode_together(self, num_requests: int, learn_every: int = 1) -> None:
         """Remember as suits rounds of `num_requests` that decode together: the more, the more rounds, for an estimate
-        with less noise, and yet fewer steps. Example: 200 of one request; 1600 of 64, those of 25 steps. If one
-        in `learn_every` is counted, fewer of these and yet more steps, but as many as of one request at least. Example:
-        one in four, 800 of 64, those of 50 steps."""
+        with less noise, and yet fewer steps. Example: 200 of one request; 1600 of 64, those of 25 steps. If
+        one in `learn_every` is counted, fewer of these and yet more steps, but as many as of one request at least.
+        Example: one in four, 800 of 64, those of 50 steps."""
         self._kept = self.memory ** min(1.0, math.sqrt(learn_every / num_requests))
 
     @property

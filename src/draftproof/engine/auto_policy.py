@@ -104,9 +104,8 @@ class AutoPolicy:
     is_cut: bool = False  # the drafter, a lookup, itself ends proposals where they do not pay
     stops: bool = False  # the drafter makes no drafts where going on does not pay, see `RowPrice`
     number: int = 0  # which of a request's `records` is this policy's
-    takes_few: bool = (
-        True  # by `learn`, see `LEARNED_EVERY`: not in a chain, which tells of each round itself
-    )
+    # by `learn`, see `LEARNED_EVERY`: not in a chain, which tells of each round itself
+    takes_few: bool = True
     savings: float = ALLOWANCE
     chooser: Chooser = field(init=False)
     _probes: Probes = field(init=False)
@@ -119,7 +118,6 @@ class AutoPolicy:
     # by requests and about their context: seconds of plain steps, and of others; see `_longer`
     _steps_about: dict[tuple[int, int], tuple[float, _Seconds]] = field(default_factory=dict)
     _num_taken: int = 0  # reports and steps that were taken in
-    _num_begun: int = 0  # requests of whose rounds it was told
     _num_unobserved: int = 0  # steps since one has corrected the costs
     _was_asked: bool = False  # since a step was last reported
     # reports to be taken in: (method, arguments); and steps, each with the number that it stands for
@@ -421,20 +419,21 @@ class AutoPolicy:
     def _set_reports(self, kept: Kept, affordable: float, *, stops: bool) -> None:
         """Set how many reports of this choice's steps and rounds are taken in. `affordable`: for how many times
         `ROUNDS_KEPT` steps the savings last; `stops`: whether the drafter stops by itself."""
-        if kept.may_wait:
-            is_known = self._is_well_known(kept.num_made)
-            is_enough = kept.num_made >= MANY or (is_known and (stops or kept.num_made > 1))
-            if self.takes_few and not self.is_lookup and is_enough:
-                kept.learn_every = LEARNED_EVERY
-            kept.report_every = OBSERVED_EVERY
-            if self.is_lookup and kept.is_long:
-                # the savings last also for those steps that nobody has told of when it goes on
-                seldom = SELDOM * OBSERVED_EVERY
-                lasts = affordable >= kept.longer + seldom / ROUNDS_KEPT
-                kept.report_every = seldom if lasts and is_known else 2 * OBSERVED_EVERY
-        elif self.is_lookup and kept.choice.num_drafts:
-            # not without: then these are only the steps whose drafts are compared, and each tells something
-            kept.report_every = LOOKUPS_EVERY
+        if not kept.may_wait:
+            # not without drafts: then these are only the steps whose drafts are compared, and each tells something
+            if self.is_lookup and kept.choice.num_drafts:
+                kept.report_every = LOOKUPS_EVERY
+            return
+        kept.report_every = OBSERVED_EVERY
+        is_known = self._is_well_known(kept.num_made)
+        if self.is_lookup and kept.is_long:
+            # the savings last also for those steps that nobody has told of when it goes on
+            seldom = SELDOM * OBSERVED_EVERY
+            lasts = affordable >= kept.longer + seldom / ROUNDS_KEPT
+            kept.report_every = seldom if lasts and is_known else 2 * OBSERVED_EVERY
+        is_enough = kept.num_made >= MANY or (is_known and (stops or kept.num_made > 1))
+        if self.takes_few and not self.is_lookup and is_enough:
+            kept.learn_every = LEARNED_EVERY
 
     def _report(self, take: Callable[..., None], *given: Any) -> None:
         """Note what `take(*given)` takes in before the next choice."""
@@ -591,14 +590,11 @@ class AutoPolicy:
 
     def learn(self, request: Progress, rounds: Sequence[Round]) -> None:
         record = request.records[self.number]
-        if (
-            not record.num_reports
-        ):  # else the first rounds of all requests would be left out, or taken in at once
-            self._num_begun += 1
-            record.num_reports = self._num_begun % LEARNED_EVERY
         record.num_rounds += len(rounds)
         record.num_reports += 1
-        if self._kept is None or record.num_reports % self._kept.learn_every == 0:
+        # in turn: else the first rounds of all requests would be left out, or those of a step taken in at once
+        place = request.arrival + record.num_reports
+        if self._kept is None or place % self._kept.learn_every == 0:
             learn_each(self, request, rounds)
             return
         for its in reversed(rounds):
