@@ -268,7 +268,7 @@ class ModelRunner:
         start = time.perf_counter()
         if drafter is None or not shape.with_drafter:
             function = partial(self._plain, given)
-            closed = graphs.run(("step", shape), function, (), at_once=partial(self._is_known, shape))
+            closed = graphs.run(("step", shape), function, (), soon=partial(self._is_known, shape))
             launched.target_seconds = time.perf_counter() - start
             return closed
         checked = self.checked(given, graphs)
@@ -280,7 +280,7 @@ class ModelRunner:
         if is_watched or not self.on_device:
             number = 0
         key = "drafting", shape, number, drafter is self.drafter
-        closed, faults = (graphs if number else EAGER).run(key, draft, (), at_once=always)
+        closed, faults = (graphs if number else EAGER).run(key, draft, (), soon=always)
         if faults:
             launched.fail(faults)
         launched.target_seconds, launched.draft_seconds = middle - start, time.perf_counter() - middle
@@ -289,8 +289,8 @@ class ModelRunner:
     def checked(self, given: Pass, graphs: Graphs) -> VerifiedPass:
         """`verify_rows` through `graphs`, as the part of a step before the draft pass."""
         function = partial(self.verify_rows, given)
-        at_once = partial(self._is_known, given.shape)
-        return graphs.run(_verify_key(given.shape), function, (), at_once=at_once)
+        soon = partial(self._is_known, given.shape)
+        return graphs.run(_verify_key(given.shape), function, (), soon=soon)
 
     def _is_known(self, shape: BatchShape) -> bool:
         """Whether the target's pass of this shape is recorded; it takes most of the step's time."""

@@ -33,6 +33,9 @@ MOST_GRAPHS = 256
 MOST_PROGRAMS = 1024
 MOST_MET = 4096  # keys whose runs are counted
 OFTEN = 3  # runs until an unprepared function is recorded, which takes longer than a few runs
+# The same if its parts are recorded already. Not the first: to record what is around the parts takes 3 ms, to call it
+# one, and where requests end many sizes do not come again.
+SOON = 2
 # Recordings' own memory: copies of inputs, on a GPU also what graphs add to their pool.
 MOST_BYTES = 1 << 30
 # Operators that may occur between recorded ones: allocations and views.
@@ -92,12 +95,12 @@ class Graphs(Protocol):
         function: Callable[..., T],
         inputs: tuple[Tensor, ...],
         *,
-        at_once: Callable[[], bool] = never,
+        soon: Callable[[], bool] = never,
     ) -> T:
         """The result of `function(*inputs)`, replayed if recorded.
 
-        at_once: asked if it is not recorded: whether recording takes hardly longer than running, because the function's
-        parts are recorded already. Then the first run is recorded, where `calls_once`.
+        soon: asked if it is not recorded: whether recording takes not much longer than running, because the function's
+        parts are recorded already. Then the second run is recorded, where `calls_once`.
         """
         ...
 
@@ -204,7 +207,7 @@ class Eager:
         function: Callable[..., T],
         inputs: tuple[Tensor, ...],
         *,
-        at_once: Callable[[], bool] = never,
+        soon: Callable[[], bool] = never,
     ) -> T:
         return function(*inputs)
 
@@ -262,14 +265,14 @@ class Recorded:
         function: Callable[..., T],
         inputs: tuple[Tensor, ...],
         *,
-        at_once: Callable[[], bool] = never,
+        soon: Callable[[], bool] = never,
     ) -> T:
         key = (*key, torch.get_num_threads())
         entry, recorder = self._table.get(key), self._library.recorder
         if recorder is not None:
             return self._run_part(recorder, key, function, inputs)
         if entry is None:
-            is_due = self._table.is_due(key, 1 if at_once() else OFTEN)
+            is_due = self._table.is_due(key, SOON if soon() else OFTEN)
             found = self._record(key, function, inputs) if is_due else function(*inputs)
             entry = self._table.get(key)
             self.latest = 0 if entry is None else entry.number
@@ -407,7 +410,7 @@ class Captured:
         function: Callable[..., T],
         inputs: tuple[Tensor, ...],
         *,
-        at_once: Callable[[], bool] = never,
+        soon: Callable[[], bool] = never,
     ) -> T:
         if self._is_capturing:
             return function(*inputs)

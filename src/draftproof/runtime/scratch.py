@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import ctypes
 import weakref
 from collections import defaultdict
@@ -26,6 +27,7 @@ class Scratch:
         self.num_bytes = 0
         self._buffers: dict[int, list[bytearray]] = defaultdict(list)  # all, by size
         self._free: dict[int, list[bytearray]] = defaultdict(list)
+        self._ends: list[tuple[int, int]] = []  # (first address, address after the last) of each, ascending
 
     def begin(self) -> None:
         """Let a new recording use everything, whatever still holds tensors of others."""
@@ -41,7 +43,7 @@ class Scratch:
         size = 1 << (num_bytes - 1).bit_length()
         free = self._free[size]
         memory = free.pop() if free else self._new(size)
-        first = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % CACHE_LINE
+        first = -_address(memory) % CACHE_LINE
         block = (ctypes.c_char * num_bytes).from_buffer(memory, first)
         weakref.finalize(block, free.append, memory).atexit = False
         return torch.frombuffer(block, dtype=given.dtype).view(given.shape)
@@ -49,11 +51,17 @@ class Scratch:
     def has(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in this memory."""
         at = tensor.data_ptr()
-        each = (memory for buffers in self._buffers.values() for memory in buffers)
-        return any(0 <= at - ctypes.addressof(ctypes.c_char.from_buffer(m)) < len(m) for m in each)
+        number = bisect.bisect_right(self._ends, at, key=lambda ends: ends[0])
+        return number > 0 and at < self._ends[number - 1][1]
 
     def _new(self, size: int) -> bytearray:
         memory = bytearray(size + CACHE_LINE)
         self._buffers[size].append(memory)
         self.num_bytes += len(memory)
+        first = _address(memory)
+        bisect.insort(self._ends, (first, first + len(memory)))
         return memory
+
+
+def _address(memory: bytearray) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
