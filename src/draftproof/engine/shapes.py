@@ -75,15 +75,16 @@ def mixed_sizes(config: EngineConfig) -> tuple[int, ...]:
 class Shapes:
     """Chooses the shape of each step.
 
-    `levels`: numbers of drafts, ascending, for which steps are captured; 0: without drafter. `buckets`: numbers of
-    requests, ascending, that decode-only passes are padded to. `mixed`: numbers of rows, ascending, that passes with
-    prompts are padded to; larger ones are not padded. `costs_alike`: few drafts take the drafter as long as many, since
-    it has no model.
+    `max_num_seqs`: most requests. `levels`: numbers of drafts, ascending, for which steps are captured; 0: without
+    drafter. `buckets`: numbers of requests, ascending, that decode-only passes are padded to. `mixed`: numbers of rows,
+    ascending, that passes with prompts are padded to; larger ones are not padded. `costs_alike`: few drafts take the
+    drafter as long as many, since it has no model.
     """
 
     num_drafts: int
     max_model_len: int
     has_drafter: bool
+    max_num_seqs: int
     costs_alike: bool = False
     levels: tuple[int, ...] = ()
     buckets: tuple[int, ...] = ()
@@ -129,20 +130,28 @@ class Shapes:
         rounded = rounded_rows(len(scheduled), num_rows, self.num_drafts)
         if rounded > num_rows:
             scheduled = self._padded_by(rounded - num_rows, scheduled)
-        num_drafts = 0
-        if with_drafter:
-            is_alike = self.costs_alike or step.without_models
-            num_drafts = self.num_drafts if is_alike else max([s.num_drafts for s in scheduled])
-        key = len(scheduled), rounded, num_drafts, with_drafter
+        num_requests, num_drafts = len(scheduled), 0
+        if with_drafter and (self.costs_alike or step.without_models):
+            num_requests, num_drafts = self._padded_requests(num_requests), self.num_drafts
+        elif with_drafter:
+            num_drafts = max([s.num_drafts for s in scheduled])
+        key = num_requests, rounded, num_drafts, with_drafter
         shape = self._known.get(key)
         if shape is None:
             shape = BatchShape.of(scheduled, repeats=True, with_drafter=with_drafter)
-            shape = self.widened(replace(shape, num_drafts=num_drafts), is_recorded=True)
+            shape = replace(shape, num_requests=num_requests, num_drafts=num_drafts)
+            shape = self.widened(shape, is_recorded=True)
             is_shown = self.has_drafter and with_drafter
             # else the key does not tell the most rows of a request
             if is_shown or rounded == len(scheduled):
                 self._known[key] = shape
         return scheduled, shape
+
+    def _padded_requests(self, num_requests: int) -> int:
+        """The next power of two, or the most there may be. Requests without rows take no time where a drafter has no
+        model, and rows vary from step to step. Example: of 16 requests of `small` one after the other ended, with up to
+        16 drafts each. Every fifth step had to be recorded, a tenth of the time."""
+        return min(1 << (num_requests - 1).bit_length(), self.max_num_seqs)
 
     def _padded_by(self, missing: int, scheduled: Seq[ScheduledRequest]) -> list[ScheduledRequest]:
         """The requests with so many padding rows more, which verify nothing, so that sizes recur. They lie in pages

@@ -105,8 +105,8 @@ class State:
         self, scheduled: Seq[ScheduledRequest], shape: BatchShape, entries: Seq[TableEntry] = ()
     ) -> Tensor:
         """Copy a step to the device: int64 [4, R] with slot, rows, sampled rows and wanted drafts of each request,
-        padded to `shape` with equal requests of the scratch slot. The same copy updates the block tables. On a CPU the
-        result is a fixed tensor for each number of requests."""
+        padded to `shape` with equal requests of the scratch slot, which may have no rows. The same copy updates the
+        block tables. On a CPU the result is a fixed tensor for each number of requests."""
         num_requests = shape.num_requests
         columns = [(s.slot, s.num_rows, s.num_sampled, s.num_drafts) for s in scheduled]
         if missing := num_requests - len(columns):

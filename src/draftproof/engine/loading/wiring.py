@@ -188,6 +188,7 @@ def _shapes(base: Base, drafters: Drafters, *, on_device: bool) -> Shapes:
         num_drafts=num_drafts,
         max_model_len=base.max_model_len,
         has_drafter=drafters.drafter is not None,
+        max_num_seqs=base.config.max_num_seqs,
         costs_alike=on_device and not has_model,
         levels=drafters.levels,
         buckets=numbers_of_requests(base.config, num_drafts) if is_captured else (),
