@@ -25,8 +25,8 @@ from draftproof.engine.auto_policy import AutoPolicy
 from draftproof.engine.chain_policy import ChainPolicy
 from draftproof.engine.costs import StepOutcome
 from draftproof.engine.interface import ScheduledRequest
-from draftproof.engine.policy import FixedPolicy, Policy
-from draftproof.engine.progress import Progress
+from draftproof.engine.policy import FixedPolicy, Policy, learn_each
+from draftproof.engine.progress import Progress, Round
 from draftproof.engine.runner import ModelRunner, Pass
 from draftproof.engine.shapes import BatchShape, mixed_sizes
 from draftproof.frontend.llm import LLM
@@ -352,6 +352,10 @@ class AskingAnyway(AutoPolicy):
     def will_draft(self, request: Progress, num_others: int, num_lost: int = 0) -> bool:
         return self.num_asked != 0
 
+    def learn(self, request: Progress, rounds: Sequence[Round]) -> None:
+        """Each counts, and as much at an output's beginning as later."""
+        learn_each(self, request, rounds)
+
 
 class AskingTogether(AskingAnyway):
     """Counts nothing but decode-only steps of `num_together` requests, and the drafts that are verified in these."""
@@ -399,6 +403,9 @@ class AskingLookups(ChainPolicy):
 
     def verified(self, request: Progress, num_drafted: int, num_accepted: int, *, is_model: bool) -> None:
         self.lookups.verified(request, num_drafted, num_accepted)
+
+    def learn(self, request: Progress, rounds: Sequence[Round]) -> None:
+        learn_each(self, request, rounds)
 
 
 Asking = AskingAnyway | ChainPolicy  # a chain policy of two that ask anyway

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from draftproof.engine.opening import Opening, raised
 from draftproof.engine.persistence import Persistence
 from draftproof.engine.shadows import Comparison
 
@@ -31,6 +32,7 @@ MOST_WEIGHT = 1e6  # weight of a new round, relative to the first, at which weig
 POOL_WEIGHT = 4.0  # weight of a prior, in trials
 GOES_ON = 0.6  # prior chance that a drafter which stops where that pays makes another draft
 MODEL_WEIGHT = 10.0  # see `acceptance_of`
+MODEL_OPENING = 0.5  # prior odds of a model's drafts at the beginning of an output, relative to later ones
 # The same of having drafts at all, which is certain at first. Of the hundred rounds that are remembered none may have
 # any, and with 4 that would seem 0.04, for which a lookup for one request of a small model seems to pay.
 SOME_WEIGHT = 1.0
@@ -49,10 +51,11 @@ MOST_RARE = 28
 class RequestClass(NamedTuple):
     """Requests that get the same number of drafts. `odds`: their odds of acceptance relative to the pool's, as an
     exponent of `ODDS_STEP`; `rarity`: their share of rounds with drafts when asked for, as an exponent of 1 /
-    `RARITY_STEP`."""
+    `RARITY_STEP`; `opening`: by how much the odds are higher yet, as long as they are at their beginning."""
 
     odds: int
     rarity: float = 0
+    opening: int = 0
 
     @property
     def share(self) -> float:
@@ -64,23 +67,18 @@ def _rarity(share: float) -> float:
     return min(MOST_RARE, -math.log(share) / math.log(RARITY_STEP))
 
 
-def _raised(chance: float, ratio: float) -> float:
-    """The chance with odds that are so many times as high. Example: 0.5 at twice the odds: 2/3."""
-    return ratio * chance / (1.0 - chance + ratio * chance)
-
-
 def _for_odds(chances: Sequence[float], odds: int) -> list[float]:
     """The pool's chances for a request with these odds, as in `RequestClass`."""
     ratio = ODDS_STEP**odds
-    return [_raised(chance, ratio) for chance in chances]
+    return [raised(chance, ratio) for chance in chances]
 
 
 @dataclass(slots=True)
 class AcceptanceRecord:
     """One request's recent rounds, weighted: hits and misses, how many of each the pool's estimates predicted, and how
     often the drafter was `asked` for drafts and had some (`given`). `last_asked`, `last_given`: the last time. `ratio`:
-    the request's odds of acceptance relative to the pool's, as last estimated. `num_rounds`, `num_reports`:
-    rounds that the policy's `learn` was told of so far, and in how many reports."""
+    the request's odds of acceptance relative to the pool's, as last estimated. `num_reports`: how often the policy's
+    `learn` was told of its rounds."""
 
     hits: float = 0.0
     misses: float = 0.0
@@ -91,7 +89,6 @@ class AcceptanceRecord:
     last_asked: int = 0
     last_given: int = 0
     ratio: float = 1.0
-    num_rounds: int = 0
     num_reports: int = 0
 
     @property
@@ -172,19 +169,23 @@ class Chances:
             found.append(chance)
         return found
 
-    def count(self, num_hits: int, num_tried: int, first: int = 0, ratio: float = 1.0) -> None:
+    def count(
+        self, num_hits: int, num_tried: int, first: int = 0, ratio: float = 1.0, opening: float = 1.0
+    ) -> None:
         """Count a round: the first `num_hits` events happened, and the next did not, unless no more were tried. Events
         before `first` are counted already. `ratio`: how much higher the odds are for this request: but for the first,
         what happened counts for less by as much as that raises its chance. Late events are tried mostly where they are
-        likely, and would else seem likely for all."""
+        likely, and would else seem likely for all. `opening`: how much higher still they are for this round, of the
+        first event, too."""
         weight = self._weight
         for position in range(first, min(num_hits + 1, num_tried, self.num)):
             self._trials[position] += weight
             if position < num_hits:
                 self._hits[position] += weight
-            if position and ratio != 1.0:
+            higher = ratio * opening if position else opening
+            if higher != 1.0:
                 chance = self.last[position]
-                self._hits[position] -= weight * (_raised(chance, ratio) - chance)
+                self._hits[position] -= weight * (raised(chance, higher) - chance)
         self._is_stale = True
 
     def add(self, num_hits: int, num_tried: int) -> None:
@@ -223,6 +224,7 @@ class Acceptance:
     given: Chances = field(init=False)
     followed: Chances = field(init=False)
     persistence: Persistence = field(default_factory=Persistence)
+    opening: Opening | None = None  # None: an output's first drafts are like the later ones
     _kept: float = field(init=False)  # weight that the past keeps with each round of any request
     _survivals: dict[int, list[float]] = field(default_factory=dict)
 
@@ -253,22 +255,29 @@ class Acceptance:
     @property
     def unknown(self) -> RequestClass:
         """The class of new requests."""
-        return RequestClass(0, round(_rarity(self.share)))
+        return RequestClass(0, round(_rarity(self.share)), self._opening_odds)
 
     @property
     def average(self) -> RequestClass:
-        """A class of its own for new requests, whose share of rounds with drafts is not rounded: for predictions."""
+        """A class of its own for requests beyond their beginning, whose share of rounds with drafts is not rounded: for
+        predictions."""
         return RequestClass(0, _rarity(self.share))
+
+    @property
+    def _opening_odds(self) -> int:
+        return 0 if self.opening is None else self.opening.odds(ODDS_STEP)
 
     def share_of(self, record: AcceptanceRecord) -> float:
         """Share of a request's rounds that have drafts when asked for."""
         return (record.given + OWN_WEIGHT * self.share) / (record.asked + OWN_WEIGHT)
 
-    def class_of(self, record: AcceptanceRecord) -> RequestClass:
-        """The class of a request, by whose odds its next rounds count."""
+    def class_of(self, record: AcceptanceRecord, *, is_early: bool = False) -> RequestClass:
+        """The class of a request, by whose odds its next rounds count. `is_early`: it is at its beginning."""
         odds = record.odds(self.persistence.slope)
         record.ratio = ODDS_STEP**odds
-        return RequestClass(odds, round(_rarity(self.share_of(record))))
+        return RequestClass(
+            odds, round(_rarity(self.share_of(record))), self._opening_odds if is_early else 0
+        )
 
     def survival(self, odds: int = 0) -> list[float]:
         """The chance that there is a draft 1, 2, ... and survives, in a round with drafts of a request with these
@@ -295,22 +304,36 @@ class Acceptance:
         return found
 
     def count(
-        self, record: AcceptanceRecord, num_drafted: int, num_accepted: int, *, is_whole: bool = False
+        self,
+        record: AcceptanceRecord,
+        num_drafted: int,
+        num_accepted: int,
+        *,
+        is_whole: bool = False,
+        is_early: bool = False,
     ) -> None:
         """Count a request's round of `num_drafted` drafts, of which the first `num_accepted` were accepted. `is_whole`:
-        all were made that were asked for, which says nothing of where the drafter stops by itself."""
+        all were made that were asked for, which says nothing of where the drafter stops by itself; `is_early`: the
+        request was at its beginning."""
         # fewer than proposed: the output's end has cut them, which says nothing of the drafter
         num_asked = num_drafted if num_drafted < record.last_given else record.last_asked
         is_rejected = num_accepted < num_drafted
         found = Comparison(num_asked, num_drafted, 0, num_accepted, is_rejected)
-        self.count_compared(record, found, is_whole=is_whole)
+        self.count_compared(record, found, is_whole=is_whole, is_early=is_early)
 
-    def count_compared(self, record: AcceptanceRecord, found: Comparison, *, is_whole: bool = False) -> None:
+    def count_compared(
+        self, record: AcceptanceRecord, found: Comparison, *, is_whole: bool = False, is_early: bool = False
+    ) -> None:
         """Count what has become of a request's drafts; those before `found.num_before` are counted already."""
         first, num_hits = found.num_before, found.num_accepted
         num_tried = num_hits + found.is_rejected
-        num_expected = sum(self.accepted.last[first:num_tried])
         num_seen = num_tried - first
+        chances, opening = self.accepted.last[first:num_tried], 1.0
+        if is_early and self.opening is not None:
+            opening = self.opening.ratio
+            self.opening.count(num_hits - first, chances)
+            chances = [raised(chance, opening) for chance in chances]
+        num_expected = sum(chances)
         self.persistence.count(record.shift, num_hits - first - num_expected, num_seen)
         if not first:
             record.remember(OWN_MEMORY)
@@ -323,7 +346,7 @@ class Acceptance:
             self.accepted.forget(self._kept)
             if not is_whole:
                 self.followed.forget(self._kept)
-        self.accepted.count(num_hits, num_tried, first, record.ratio)
+        self.accepted.count(num_hits, num_tried, first, record.ratio, opening)
         if not is_whole:
             self._count_followed(found)
         self._survivals.clear()
@@ -396,4 +419,5 @@ def acceptance_of(num_drafts: int, *, has_kv: bool, stops: bool = False) -> Acce
     tokens of an output are harder to draft than later ones, so what the first rounds show must not end drafting.
     Lookups are also learned from without verifying. `stops`: see `DraftSpec`."""
     weight = MODEL_WEIGHT if has_kv else POOL_WEIGHT
-    return Acceptance(num_drafts, prior_weight=weight, goes_on=GOES_ON if stops else 1.0)
+    opening = Opening(MODEL_OPENING) if has_kv else None
+    return Acceptance(num_drafts, prior_weight=weight, goes_on=GOES_ON if stops else 1.0, opening=opening)

@@ -14,18 +14,17 @@ from draftproof.engine.acceptance import Acceptance, AcceptanceRecord, RequestCl
 from draftproof.engine.costs import StepCosts, StepOutcome
 from draftproof.engine.draft_choice import RISKED_ON_MANY, WORTH_GOING_ON, WORTH_IT, Chooser, DraftChoice
 from draftproof.engine.interface import RowPrice
+from draftproof.engine.keeping import OBSERVED_EVERY, Keeping
 from draftproof.engine.kept_choice import (
-    FIRST_KEPT,
     LEAST_LEFT,
-    MOST_KEPT,
     PLAIN_EVERY,
     RESTING_EVERY,
     ROUNDS_KEPT,
-    TOLD_KEPT,
     Kept,
     ReadyChoice,
 )
-from draftproof.engine.policy import Parts, learn_each
+from draftproof.engine.opening import NUM_OPENING
+from draftproof.engine.policy import Parts
 from draftproof.engine.probes import NUM_SETTLING, Probes
 from draftproof.engine.progress import Progress, Round
 from draftproof.engine.row_price import row_prices, stop_price
@@ -41,24 +40,10 @@ MOST_SAVED = 30.0
 STAKE = 0.6
 LOOKUP_ALLOWANCE = 1.0  # the budget of lookups at the start: of their drafts comparisons tell as well
 EARNED = 10.0  # savings from which drafts are believed to pay
-# Only one in so many steps with drafts corrects the costs, unless savings are low; fewer where choices are kept longer,
-# once `WELL_KNOWN` have corrected them. While a choice's reports may wait, only one in so many is reported, and stands
-# for all of them. Example: one in 128 from the start. After 2,000 steps of four requests 12 more rows were
-# expected to take 1.57 of a plain step, as in the first texts; 1.38 is right, and now expected after 200.
-OBSERVED_EVERY = 8
-WELL_KNOWN = 64
-SELDOM = 4  # how much more seldom still steps of a lookup are told of, once costs are well known
-CHOOSING_SHARE = 0.005
-# While reports must not wait, so many steps of lookups are reported together: to take one in takes a tenth of a small
-# model's step, and steps in which a lookup has no drafts lose little.
-LOOKUPS_EVERY = 4
-# One in so many reports of a request's rounds is taken in where the savings last, for a drafter with a model: once
-# costs are well known, if it stops by itself or several requests decode; or if at least `MANY` do, whose rounds tell as
-# much in a step as those of one in a text. Taking all in took up to 3 % of the time of 64 requests of `small`, and 25
-# us of the 1.2 ms of a step of four of `tiny`.
-LEARNED_EVERY, MANY = 4, 32
-# Where the drafter ends proposals itself, the number of drafts is but a limit, and a good one lasts longer.
-CHOOSING_SHARE_IF_CUT = 0.0025
+# Savings from which a drafter with a model is tried that seems to lose a little: while it rests, nothing tells what its
+# drafts take and whether they are right.
+TRIED = 6.0
+DOUBTFUL = 0.5  # share of the prior in what is known of acceptance, above which that is little
 CONTEXT_STEP = 256  # tokens of each request within which steps count as equally long, relative to plain ones
 MOST_WAITING = 512  # reports that wait to be taken in, at most: nothing is chosen while no request can draft
 MOST_STEPS = 16  # the same for steps: while no request can draft they come in, too
@@ -75,11 +60,6 @@ MORE_OFTEN = 2.0
 # Least gain for which a drafter is shown a prompt, over what that takes: if the savings allow it or acceptance is well
 # known, and at the start. The price is paid for sure, and what is expected of a request may not come.
 WORTH_SHOWING, SURELY_WORTH = 1.25, 3.0
-# A request's first rounds, in which a drafter that drafts for it goes on if it seems to lose a little: its drafts are
-# right more often later, and one with keys and values could not return. Example: EAGLE-3's for 64 requests of `small`
-# are right at 0.5 for sixteen tokens, where 0.55 would pay, and at 0.7 from then on. After eight steps it rested, for
-# each text again.
-NUM_PATIENT = 24
 MOST_TOKENS = 256  # output length that a new request is expected to have at most: limits are seldom reached
 
 _Seconds = Callable[[int, int], float]  # takes the rows and drafts of a step
@@ -104,8 +84,6 @@ class AutoPolicy:
     is_cut: bool = False  # the drafter, a lookup, itself ends proposals where they do not pay
     stops: bool = False  # the drafter makes no drafts where going on does not pay, see `RowPrice`
     number: int = 0  # which of a request's `records` is this policy's
-    # by `learn`, see `LEARNED_EVERY`: not in a chain, which tells of each round itself
-    takes_few: bool = True
     savings: float = ALLOWANCE
     chooser: Chooser = field(init=False)
     _probes: Probes = field(init=False)
@@ -170,7 +148,7 @@ class AutoPolicy:
         if not asked:
             return []
         probe = self._kept
-        if probe is not None and probe.interrupted and (probe.is_over or not probe.is_for(asked, num_others)):
+        if probe is not None and probe.interrupted and probe.has_ended(asked, num_others):
             self._kept = self._after_probe(probe.interrupted)
         kept = self._kept
         if kept is None or not kept.is_for(asked, num_others):
@@ -205,15 +183,11 @@ class AutoPolicy:
         self._renew_if_due(kept)
         return True
 
-    def _is_well_known(self, num_requests: int) -> bool:
-        """Whether enough steps with drafts of about so many requests have corrected the costs."""
-        return self.costs.num_observed(num_requests) >= WELL_KNOWN
-
     def _renew_if_due(self, kept: Kept, *, is_due: bool = False) -> None:
         """Let the price of drafts of a choice that goes on depend on what is known now: at once if it is due or while
         little is known of the costs, and else once in a while."""
         is_old = kept.num_steps >= kept.num_renewed + RENEWED_EVERY
-        if is_due or is_old or not self._is_well_known(kept.num_made):
+        if is_due or is_old or not self.costs.are_well_known(kept.num_made):
             kept.num_renewed = kept.num_steps
             kept.prices = kept.stop_price = None
 
@@ -315,7 +289,10 @@ class AutoPolicy:
         # for such requests as are now expected, or about such
         expected = self.acceptance.unknown
         is_expected = all(
-            its.odds == expected.odds and abs(its.rarity - expected.rarity) <= 1 for its in choice.num_drafts
+            its.odds == expected.odds
+            and abs(its.rarity - expected.rarity) <= 1
+            and abs(its.opening - expected.opening) <= 1
+            for its in choice.num_drafts
         )
         is_safe = choice.risk <= STAKE * RISKED_ON_MANY * self.savings
         most_new = MOST_TAKEN
@@ -332,7 +309,8 @@ class AutoPolicy:
 
     def _make_ready(self, num_requests: int) -> DraftChoice:
         counts = {self.acceptance.unknown: num_requests}
-        choice = self.chooser.best(counts, 0, self._context(num_requests), STAKE * self.savings)
+        worth = WORTH_GOING_ON if self._may_try(num_requests) else WORTH_IT
+        choice = self.chooser.best(counts, 0, self._context(num_requests), STAKE * self.savings, worth)
         self._ready = ReadyChoice(num_requests, choice, self._num_taken, self.acceptance.share, self.savings)
         return choice
 
@@ -341,7 +319,11 @@ class AutoPolicy:
         return round(self._length * num_requests)
 
     def _choice_for(self, asked: list[Progress], num_others: int, before: Kept | None) -> Kept:
-        classes = [self.acceptance.class_of(request.records[self.number]) for request in asked]
+        are_early = [request.num_outputs < NUM_OPENING for request in asked]
+        classes = [
+            self.acceptance.class_of(request.records[self.number], is_early=is_early)
+            for request, is_early in zip(asked, are_early, strict=True)
+        ]
         length = sum(len(request.tokens) for request in asked) / len(asked)  # the others' is not known
         context = round(length * (len(asked) + num_others))
         stake = STAKE * self.savings
@@ -351,20 +333,22 @@ class AutoPolicy:
         level = 0
         if before is not None and num_seen >= LEAST_LEFT * len(asked):
             level = max(before.num_drafts, default=0)
-        choice = self.chooser.best(
-            Counter(classes), num_others, context, stake, self._least_speedup(asked, level), level
-        )
+        is_begun = level > 0 and sum(are_early) > len(asked) / 2
+        worth = self._least_speedup(len(asked) / (len(asked) + num_others), is_begun=is_begun)
+        choice = self.chooser.best(Counter(classes), num_others, context, stake, worth, level)
         return self._kept_for(asked, num_others, classes, choice, is_first=is_first)
 
-    def _least_speedup(self, asked: Sequence[Progress], level: int) -> float:
-        """Least speed-up at which these requests get drafts. A model's go on if they have paid, or if most of the
-        requests are at their beginning and got some in the last step: at most `level`."""
-        if self.is_lookup:
-            return WORTH_IT
-        if self.savings >= EARNED:
-            return WORTH_GOING_ON
-        num_early = sum(0 < request.records[self.number].num_rounds < NUM_PATIENT for request in asked)
-        return WORTH_GOING_ON if level and num_early > len(asked) / 2 else WORTH_IT
+    def _least_speedup(self, share: float, *, is_begun: bool) -> float:
+        """Least speed-up of a step at which requests get drafts that are this share of its requests. A model's go on if
+        they have paid, or if `is_begun`: most requests are at their beginning and had some in the last step."""
+        may_lose = not self.is_lookup and (is_begun or self.savings >= EARNED)
+        return 1.0 - share * (1.0 - WORTH_GOING_ON) if may_lose else WORTH_IT
+
+    def _may_try(self, num_requests: int) -> bool:
+        """Whether drafts that seem to lose a little are tried for so many new requests: little is known of what they
+        take, or of whether they are right, and enough is saved."""
+        is_known = self.acceptance.accepted.doubt <= DOUBTFUL and self.costs.are_well_known(num_requests)
+        return not (self.is_lookup or is_known) and self.savings >= TRIED
 
     def _kept_for(
         self,
@@ -378,62 +362,19 @@ class AutoPolicy:
         """This choice, for as many steps as it is worth keeping. `classes`: of each request; `is_first`: for these
         requests, so that little is known of some."""
         num_drafts = [choice.num_drafts.get(its_class, 0) for its_class in classes]
-        num_steps = ROUNDS_KEPT if choice.num_drafts else TOLD_KEPT * PLAIN_EVERY
-        stops = self._stops(len(asked) + num_others)
-        is_limit = self.is_cut or stops
-        share = CHOOSING_SHARE_IF_CUT if is_limit else CHOOSING_SHARE
-        enough = self._choosing_seconds / (share * choice.seconds) / num_steps
-        affordable = self._affordable(choice.worst) if choice.num_drafts else 0.0
-        may_wait = affordable >= 1.0
-        is_short = is_first and bool(choice.num_drafts) and not (self.is_lookup and may_wait)
-        longer = max(1, min(round(enough / 2), FIRST_KEPT) if is_short else min(round(enough), MOST_KEPT))
-        if may_wait:
-            longer = min(longer, int(affordable))
-        # Where steps are captured the time of a choice hardly counts, and another number of requests has other levels.
-        # Where the drafter ends proposals itself, the price is that of those that are left. And fewer requests get no
-        # fewer drafts of a lookup: a further row takes longer the more there are.
-        is_most = self.is_lookup and min(num_drafts) == self.levels[-1]
-        is_kept = is_most or (is_limit and all(num_drafts))
-        left = 1.0 if self.costs.is_padded else 0.0 if is_kept else LEAST_LEFT
-        fewest = len(asked) * left
-        num_made = len(asked) + num_others
-        kept = Kept(
-            asked,
-            num_others,
-            num_drafts,
-            choice,
-            is_first,
-            longer,
-            may_wait,
-            num_made,
-            fewest,
+        keeping = Keeping(
+            self.costs,
+            is_lookup=self.is_lookup,
+            is_cut=self.is_cut,
+            stops=self._stops(len(asked) + num_others),
+            affordable=self._affordable,
+            savings=self.savings,
             share=self.acceptance.share,
-            admits=is_limit and bool(choice.num_drafts),
-            is_dear=round(enough) > 1,
-            saved=self.savings,
+            choosing_seconds=self._choosing_seconds,
         )
-        self._set_reports(kept, affordable, stops=stops)
-        self.acceptance.decode_together(num_made, kept.learn_every)
+        kept = keeping.keep(asked, num_others, num_drafts, choice, is_first=is_first)
+        self.acceptance.decode_together(kept.num_made, kept.learn_every)
         return kept
-
-    def _set_reports(self, kept: Kept, affordable: float, *, stops: bool) -> None:
-        """Set how many reports of this choice's steps and rounds are taken in. `affordable`: for how many times
-        `ROUNDS_KEPT` steps the savings last; `stops`: whether the drafter stops by itself."""
-        if not kept.may_wait:
-            # not without drafts: then these are only the steps whose drafts are compared, and each tells something
-            if self.is_lookup and kept.choice.num_drafts:
-                kept.report_every = LOOKUPS_EVERY
-            return
-        kept.report_every = OBSERVED_EVERY
-        is_known = self._is_well_known(kept.num_made)
-        if self.is_lookup and kept.is_long:
-            # the savings last also for those steps that nobody has told of when it goes on
-            seldom = SELDOM * OBSERVED_EVERY
-            lasts = affordable >= kept.longer + seldom / ROUNDS_KEPT
-            kept.report_every = seldom if lasts and is_known else 2 * OBSERVED_EVERY
-        is_enough = kept.num_made >= MANY or (is_known and (stops or kept.num_made > 1))
-        if self.takes_few and not self.is_lookup and is_enough:
-            kept.learn_every = LEARNED_EVERY
 
     def _report(self, take: Callable[..., None], *given: Any) -> None:
         """Note what `take(*given)` takes in before the next choice."""
@@ -532,6 +473,8 @@ class AutoPolicy:
         is_affordable = num_requests * price < (self.savings - ALLOWANCE) * plain
         doubt = 0.0 if is_affordable else self.acceptance.accepted.doubt
         is_worth_it = saved > price * (WORTH_SHOWING + doubt * (SURELY_WORTH - WORTH_SHOWING))
+        loses_little = price - saved < (1.0 - WORTH_GOING_ON) * num_tokens * plain / num_requests
+        is_worth_it = is_worth_it or (loses_little and is_affordable and self._may_try(num_requests))
         if not is_worth_it and saved > 0:
             self.costs.doubt_prompts()
         return is_worth_it
@@ -584,23 +527,31 @@ class AutoPolicy:
     def verified(
         self, request: Progress, num_drafted: int, num_accepted: int, *, is_model: bool = True
     ) -> None:
-        record = request.records[self.number]
-        count = partial(self.acceptance.count, is_whole=True) if self._are_whole else self.acceptance.count
+        self._count(request.records[self.number], num_drafted, num_accepted)
+
+    def _count(
+        self, record: AcceptanceRecord, num_drafted: int, num_accepted: int, *, is_early: bool = False
+    ) -> None:
+        count = partial(self.acceptance.count, is_whole=self._are_whole, is_early=is_early)
         self._report(count, record, num_drafted, num_accepted)
 
     def learn(self, request: Progress, rounds: Sequence[Round]) -> None:
         record = request.records[self.number]
-        record.num_rounds += len(rounds)
         record.num_reports += 1
         # in turn: else the first rounds of all requests would be left out, or those of a step taken in at once
         place = request.arrival + record.num_reports
-        if self._kept is None or place % self._kept.learn_every == 0:
-            learn_each(self, request, rounds)
+        if self._kept is not None and place % self._kept.learn_every:
+            for its in reversed(rounds):
+                if its.num_asked:  # in its turn, since reports before it wait
+                    self._report(self._note, record, its.num_asked, its.num_proposed)
+                    return
             return
-        for its in reversed(rounds):
-            if its.num_asked:  # in its turn, since reports before it wait
-                self._report(self._note, record, its.num_asked, its.num_proposed)
-                return
+        for its in rounds:
+            if its.num_observed:
+                is_early = its.num_outputs < NUM_OPENING
+                self._count(record, its.num_observed, its.num_accepted, is_early=is_early)
+            if its.num_asked:
+                self.proposed(request, its.num_asked, its.num_proposed)
 
     def compared(self, request: Progress, found: Comparison) -> None:
         num_more = found.num_accepted - found.num_before
@@ -669,7 +620,7 @@ class AutoPolicy:
                     self._shadow_turns.took(step.seconds / plain - 1.0)
                 continue
             self._num_unobserved += num_steps
-            is_known = self._is_well_known(step.num_requests)
+            is_known = self.costs.are_well_known(step.num_requests)
             every = OBSERVED_EVERY * (kept.longer if kept is not None and is_known else 1)
             is_rare = step.is_plain or step.is_shadow
             is_due = is_rare or self.savings < ALLOWANCE or self._num_unobserved >= every

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from draftproof.engine.auto_policy import AutoPolicy
 from draftproof.engine.costs import StepOutcome
 from draftproof.engine.interface import RowPrice
-from draftproof.engine.policy import Parts, learn_each
+from draftproof.engine.policy import Parts
 from draftproof.engine.progress import Progress, Round
 from draftproof.engine.shadows import Comparison
 from draftproof.metrics import Prediction
@@ -105,7 +105,7 @@ class ChainPolicy:
         (self.models if is_model else self.lookups).verified(request, num_drafted, num_accepted)
 
     def learn(self, request: Progress, rounds: Sequence[Round]) -> None:
-        learn_each(self, request, rounds)
+        self.models.learn(request, rounds)
 
     def compared(self, request: Progress, found: Comparison) -> None:
         self.lookups.compared(request, found)

@@ -279,7 +279,10 @@ class EngineCore:
             num_observed = 0
         num_asked = 0 if is_last or compares else max(0, min(scheduled.num_drafts, request.room))
         if num_observed or num_asked:
-            request.rounds.append(Round(num_observed, delta.num_accepted, num_asked, result.num_proposed))
+            num_outputs = request.num_outputs - len(delta.token_ids)
+            request.rounds.append(
+                Round(num_observed, delta.num_accepted, num_asked, result.num_proposed, num_outputs)
+            )
         # at once in a chain: its policy hears of lookups meanwhile, and of all in their order
         self.drafting.tell_rounds(request, at_once=is_last or compares)
 

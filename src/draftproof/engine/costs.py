@@ -44,6 +44,7 @@ ROW_SIZES = (
     *range(72, 257, 8),
     *range(272, MOST_RECORDED_ROWS + 1, 16),
 )
+WELL_KNOWN = 64  # steps that correct the costs, after which fewer are needed
 GUESSED_DRAFT = 1e-4  # seconds per request of a drafter that was not measured yet
 DRAFT_RATE = 0.1  # weight of a new step in the average of such a drafter's seconds per request
 UNKNOWN = Pace()  # where no step was observed yet
@@ -353,6 +354,10 @@ class StepCosts:
         about_as_many, _ = self._kind(*self._filled(num_requests, num_requests, 0))
         pace = self._paces.get(about_as_many)
         return 0 if pace is None else pace.num_drafting
+
+    def are_well_known(self, num_requests: int) -> bool:
+        """Whether enough steps with drafts, of about so many requests, have corrected the costs."""
+        return self.num_observed(num_requests) >= WELL_KNOWN
 
     def observe_drafting(self, step: StepOutcome) -> None:
         """Note what the drafter took in a step that was run."""

@@ -16,8 +16,8 @@ from draftproof.engine.costs import StepCosts
 
 # Least predicted speed-up for which drafts are made: predictions are off by a few per cent.
 WORTH_IT = 1.03
-# Least speed-up at which a drafter goes on whose drafts have paid, or at a request's beginning, if it would miss rows
-# else and could make no more: a few rounds tell little of a request, and the first the least.
+# Least speed-up at which a drafter goes on with requests, if it would miss rows else and could make no more: a few
+# rounds tell little of a request. And at which it begins, if enough is saved.
 WORTH_GOING_ON = 0.95
 # Least gain for which a padded step of several requests has more drafts: with more drafts requests end at more
 # different times, and those that are left at the end are few. Example: 64 requests, drafts that are right at 0.8. Three
@@ -186,7 +186,10 @@ class Chooser:
         found: dict[int, DraftChoice] = {}
         for level in self.costs.levels_for(num_requests)[1:]:
             num_drafts = dict.fromkeys(counts, level)
-            tokens = num_requests + _num_accepted(counts, num_drafts, self.acceptance.survival)
+            tokens = num_requests + sum(
+                number * (self.class_tokens(its_class, num_requests)[level] - 1.0)
+                for its_class, number in counts.items()
+            )
             seconds = self.costs.step(num_requests, num_requests * (1 + level), level, context)
             if seconds <= most[level > first] and tokens / seconds > least:
                 found[level] = DraftChoice(num_drafts, tokens, seconds, tokens)
@@ -259,6 +262,17 @@ class Chooser:
         accepted = [0.0, *accumulate(self._known(num_requests).survival(odds))]
         return [1.0 + share * number for number in accepted]
 
+    def class_tokens(self, its_class: RequestClass, num_requests: int) -> list[float]:
+        """`tokens` of a request of this class. At its beginning, first drafts count for as much as they will bring
+        later: a drafter with keys and values that missed these rows could make none then."""
+        share, odds = its_class.share, its_class.odds
+        lasting = self.tokens(share, odds, num_requests)
+        if not its_class.opening:
+            return lasting
+        tokens = self.tokens(share, odds + its_class.opening, num_requests)
+        first = self.costs.levels[1]
+        return [1.0, *(number + lasting[first] - tokens[first] for number in tokens[1:])]
+
     def counted_on(self, tokens: Sequence[float]) -> list[float]:
         """What of `tokens` is counted on where steps are not padded; see `DOUBTED`."""
         first = tokens[self.costs.levels[1]]
@@ -276,7 +290,7 @@ class Chooser:
         found = []
         for its_class in counts:
             share = its_class.share
-            tokens = self.tokens(share, its_class.odds, num_requests)
+            tokens = self.class_tokens(its_class, num_requests)
             counted_on = tokens if self._stops(num_requests) else self.counted_on(tokens)
             own: list[Part] = []
             for low, high in pairwise(levels):

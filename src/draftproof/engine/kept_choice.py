@@ -116,6 +116,11 @@ class Kept:
             self._admit(asked)
         return self._are_its(asked)
 
+    def has_ended(self, asked: list[Progress], num_others: int) -> bool:
+        """Whether a probe is to end before this step: beside prompts and in new sizes its steps are not told. Until
+        then it is a probe, in which the drafter sees the rows."""
+        return self.is_over or self.num_steps >= 2 * PROBED_STEPS or not self.is_for(asked, num_others)
+
     def _are_its(self, asked: Sequence[Progress]) -> bool:
         return len(asked) == len(self.asked) and all(map(operator.is_, asked, self.asked))
 
@@ -156,9 +161,7 @@ class Kept:
     def count_steps(self, num_steps: int) -> None:
         """Count steps that it was used for."""
         self.num_steps += num_steps
-        if self.is_probe:
-            self.is_over = self.num_steps >= 2 * PROBED_STEPS  # with prompts beside them steps are not told
-        elif self.choice.num_drafts and self.num_left <= 0:
+        if self.choice.num_drafts and self.num_left <= 0 and not self.is_probe:
             self.is_over = True
 
     def count_told(self, stake: float, num_steps: int = 1) -> None:

@@ -112,11 +112,11 @@ class Policy(Protocol):
 
 def learn_each(policy: Policy, request: Progress, rounds: Sequence[Round]) -> None:
     """Tell a policy of a request's rounds one at a time."""
-    for num_observed, num_accepted, num_asked, num_proposed in rounds:
-        if num_observed:
-            policy.verified(request, num_observed, num_accepted, is_model=True)
-        if num_asked:
-            policy.proposed(request, num_asked, num_proposed, is_model=True)
+    for its in rounds:
+        if its.num_observed:
+            policy.verified(request, its.num_observed, its.num_accepted, is_model=True)
+        if its.num_asked:
+            policy.proposed(request, its.num_asked, its.num_proposed, is_model=True)
 
 
 class FixedPolicy:

@@ -52,12 +52,13 @@ class WindowBlocks:
 
 class Round(NamedTuple):
     """What a step has shown of a request's drafts: `num_observed` of them count, of which `num_accepted` were accepted,
-    and of the `num_asked` next ones there are `num_proposed`."""
+    and of the `num_asked` next ones there are `num_proposed`. `num_outputs`: tokens of the output before the step."""
 
     num_observed: int
     num_accepted: int
     num_asked: int
     num_proposed: int
+    num_outputs: int
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

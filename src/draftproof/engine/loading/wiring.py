@@ -265,7 +265,6 @@ def _chain_policy(
             acceptance_of(most, has_kv=True, stops=stops),
             number=1,
             stops=stops,
-            takes_few=False,
         ),
     )
 
