@@ -40,7 +40,7 @@ from draftproof.engine.drafting import COMPARED_EVERY, FOLLOWED_EVERY, num_follo
 from draftproof.engine.host_costs import HostCosts
 from draftproof.engine.interface import RequestSpec, RowPrice
 from draftproof.engine.policy import FixedPolicy, Policy
-from draftproof.engine.progress import Progress
+from draftproof.engine.progress import Progress, Round
 from draftproof.engine.shadows import Shadow, compare_all
 from draftproof.kernels.confidence.record import MOST_MATCHED, Branching, MatchRecord
 from draftproof.kernels.confidence.reference import chances_of, num_paying
@@ -318,7 +318,11 @@ class Turn:
         request.num_drafts = 0
         if num_drafts and (progress.is_followed or not self._compares):
             num_observed = num_drafts if progress.room >= 0 else num_accepted
-            self._policy.verified(progress, num_observed, num_accepted, is_model=not self._compares)
+            if self._compares:
+                self._policy.verified(progress, num_observed, num_accepted, is_model=False)
+            else:
+                num_outputs = progress.num_outputs - num_accepted - 1
+                self._policy.learn(progress, [Round(num_observed, num_accepted, 0, 0, num_outputs)])
         progress.is_followed = False
         return num_accepted + 1
 

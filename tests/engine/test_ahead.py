@@ -15,7 +15,7 @@ from draftproof.bench.internals import drafter_of
 from draftproof.drafters.base import DraftRuntime, KnownTokens
 from draftproof.engine.runner import ModelRunner
 from draftproof.engine.shapes import BatchShape, mixed_sizes
-from draftproof.runtime.graphs import never
+from draftproof.runtime.graphs import often
 from draftproof.runtime.transfer import IntegerRows
 from tests.conformance.cases import CASES, EAGLE3, MTP, Case, mixture
 from tests.helpers import one_by_one
@@ -62,7 +62,7 @@ class Replayed:
         function: Callable[..., Any],
         inputs: tuple[Tensor, ...],
         *,
-        at_once: Callable[[], bool] = never,
+        when: Callable[[], int] = often,
     ) -> tuple[Tensor, ...]:
         if self._inside:
             return function(*inputs)  # type: ignore[no-any-return]

@@ -14,9 +14,9 @@ from draftproof.engine.acceptance import (
     RequestClass,
     acceptance_of,
 )
-from draftproof.engine.auto_policy import ALLOWANCE, MOST_SAVED, AutoPolicy
-from draftproof.engine.draft_choice import Chooser
-from draftproof.engine.opening import NUM_OPENING, Opening, raised
+from draftproof.engine.auto_policy import ALLOWANCE, EARNED, MOST_SAVED, AutoPolicy
+from draftproof.engine.draft_choice import WORTH_GOING_ON, Chooser
+from draftproof.engine.opening import NUM_OPENING, SHORT, Opening, is_early, raised
 from draftproof.engine.progress import Progress, Round
 from tests.engine.test_policy import costs, request
 
@@ -36,6 +36,11 @@ def counted(early: float, late: float, num_texts: int = 400, num_drafts: int = 1
             num_accepted = next((n for n in range(num_drafts) if rng.random() >= rate), num_drafts)
             acceptance.count(record, num_drafts, num_accepted, is_early=number < 10)
     return acceptance
+
+
+def at(one: Progress, num_outputs: int) -> Progress:
+    one.tokens += [0] * (num_outputs - one.num_outputs)
+    return one
 
 
 def test_odds_are_multiplied() -> None:
@@ -84,6 +89,65 @@ def test_what_a_new_engine_expects() -> None:
     )
 
 
+def test_only_longer_outputs_have_a_beginning() -> None:
+    """Else nothing comes of the drafts that are made for the sake of later ones."""
+    assert is_early(0, SHORT + 1) and is_early(NUM_OPENING - 1, 100) and not is_early(NUM_OPENING, 100)
+    assert not is_early(0, SHORT)
+
+
+@pytest.mark.parametrize(
+    ("num_outputs", "num_early", "goes_on"),
+    [(0, 4, True), (NUM_OPENING - 1, 4, True), (NUM_OPENING, 4, False), (1, 3, True), (1, 2, False)],
+)
+@pytest.mark.parametrize("speedup", [0.93, 0.99])
+def test_first_rounds_end_no_drafts_that_lose_little(
+    speedup: float, num_outputs: int, num_early: int, goes_on: bool
+) -> None:
+    """Some of four requests are at their beginning, and a drafter that has none here expects as much of all tokens."""
+    its = AutoPolicy(costs(row=0.0, step=1.5 / speedup - 1.0, levels=(0, 1)), Acceptance(1, expected=0.5))
+    asked = [
+        at(request(4, number, limit=100), num_outputs if number < num_early else 2 * NUM_OPENING)
+        for number in range(4)
+    ]
+    its.savings = EARNED - 1.0
+    assert its.choose(asked, 0) == [0] * 4, "none is begun with"
+    its._let_go()
+    its.savings = EARNED
+    assert its.choose(asked, 0) == [speedup > 0.95] * 4
+    assert its._kept is not None
+    its.savings, its._kept.is_over = EARNED - 1.0, True
+    assert its.choose(asked, 0) == [goes_on and speedup > 0.95] * 4
+
+
+def test_what_drafts_may_lose_is_their_requests_share_of_a_step() -> None:
+    """One of forty requests can draft: a loss of half a per cent of the step is a fifth of its own part."""
+    its = AutoPolicy(costs(levels=(0, 1)), Acceptance(1))
+    its.savings = MOST_SAVED
+    assert its._least_speedup(1.0, is_begun=False) == WORTH_GOING_ON
+    assert its._least_speedup(1 / 40, is_begun=False) == pytest.approx(1.0 - 0.05 / 40)
+
+
+def test_what_counts_vouch_for_at_the_beginning_is_what_comes_then() -> None:
+    """They bring less than they cost there, which a low stake cannot pay for."""
+    chooser = Chooser(costs(row=0.0, step=0.6, levels=(0, 1)), counted(0.3, 0.8))
+    early, late = RequestClass(0, 0, -4), RequestClass(0)
+    assert chooser.best({late: 1}, stake=0.1).num_drafts == {late: 1}
+    assert (
+        not chooser.best({early: 1}, stake=0.1).num_drafts and chooser.best({early: 1}, stake=0.7).num_drafts
+    )
+
+
+def test_a_drafter_that_stops_by_itself_is_asked_for_as_many_drafts_at_the_beginning() -> None:
+    """The number is but a limit, and kept for long."""
+    for stops in (False, True):
+        its = AutoPolicy(costs(row=0.01, step=0.01), acceptance_of(8, has_kv=True), stops=stops)
+        its.savings = MOST_SAVED
+        its.choose([request(4, limit=100)], 0)
+        assert its._kept is not None
+        assert [its_class.opening for its_class in its._kept.choice.num_drafts] == [0 if stops else -2]
+        assert its._unknown(1).opening == (0 if stops else -2) and its._unknown(2).opening == -2
+
+
 @pytest.mark.parametrize("buckets", [(), (1,)])
 def test_first_drafts_at_the_beginning_count_for_what_they_bring_later(buckets: tuple[int, ...]) -> None:
     """One draft would lose there and gains later, where a drafter that has missed rows could make none; the second does
@@ -100,11 +164,6 @@ def test_first_drafts_at_the_beginning_count_for_what_they_bring_later(buckets: 
     assert tokens[:2] == pytest.approx(lasting[:2]) and tokens[2] < lasting[2]
     survival = acceptance.survival(-3)
     assert tokens[2] - tokens[1] == pytest.approx(survival[1]), "the second draft is as likely as it is now"
-
-
-def at(one: Progress, num_outputs: int) -> Progress:
-    one.tokens += [0] * (num_outputs - one.num_outputs)
-    return one
 
 
 def test_a_policy_knows_who_is_at_the_beginning() -> None:

@@ -233,12 +233,12 @@ def test_a_step_is_warming_until_its_parts_are_recorded(speculative: dict[str, A
 
 @pytest.mark.skipif(native.load() is None, reason="nothing is recorded without the compiled operators")
 def test_proposals_of_many_lengths_make_few_programs() -> None:
-    """Three requests with up to 16 drafts each: 49 sizes, padded to 31."""
-    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(24)]
-    params = [SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, seed=i) for i in range(24)]
+    """Five requests with up to 16 drafts each: numbers of rows are padded, and numbers of requests to 1, 2, 4 and 5."""
+    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(23)]
+    params = [SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, seed=i) for i in range(23)]
     ngram = {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 16}
     plain, drafting = (
-        LLM(max_model_len=160, max_num_seqs=3, speculative_config=config) for config in (None, ngram)
+        LLM(max_model_len=160, max_num_seqs=5, speculative_config=config) for config in (None, ngram)
     )
     texts = [
         [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
@@ -247,8 +247,12 @@ def test_proposals_of_many_lengths_make_few_programs() -> None:
     assert texts[0] == texts[1]
     keys = drafting.engine.runner.graphs.recorded_keys()  # type: ignore[attr-defined]
     sizes = {key[1:3] for key in keys if key[0] == "verify"}
-    rows = {num_rows for num_requests, num_rows in sizes if num_requests == 3}
-    assert len(rows) > 5 and rows <= {*ROW_SIZES, 3 * 17}
+    rows = {num_rows for num_requests, num_rows in sizes if num_requests >= 4}
+    assert len(rows) > 5 and rows <= {*ROW_SIZES, 3 * 17, 4 * 17, 5 * 17}
+    assert {num_requests for num_requests, _ in sizes} <= {1, 2, 4, 5}
+    plain_keys = plain.engine.runner.graphs.recorded_keys()  # type: ignore[attr-defined]
+    own = {key[1].num_requests for key in plain_keys if key[0] == "step"}
+    assert own == {5, 3}, "without a drafter nothing is filled up"
 
 
 @pytest.mark.skipif(native.load() is None, reason="nothing is recorded without the compiled operators")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from draftproof.kernels.ops import Ops, select
 from draftproof.runtime import graphs, native
-from draftproof.runtime.graphs import OFTEN, Recorded, always
+from draftproof.runtime.graphs import OFTEN, SOON, Recorded
 from draftproof.runtime.room import CACHE_LINE
 
 
@@ -328,12 +328,12 @@ def test_what_is_prepared_is_recorded_at_once_and_what_is_asked_for_soon_the_sec
     def function(x_TH: Tensor) -> tuple[Tensor, ...]:
         return (ops.silu_mul(x_TH),)
 
-    recorded.run(("key",), function, (rows(0),), soon=always)
+    recorded.run(("key",), function, (rows(0),), when=lambda: SOON)
     assert not recorded.holds(("key",)) and recorded.num_warming == 1
-    recorded.run(("key",), function, (rows(0),), soon=always)
+    recorded.run(("key",), function, (rows(0),), when=lambda: SOON)
     number = recorded.holds(("key",))
     assert number and recorded.num_warming == 2, "recording takes a few runs' time"
-    recorded.run(("key",), function, (rows(0),), soon=always)
+    recorded.run(("key",), function, (rows(0),), when=lambda: SOON)
     assert recorded.num_warming == 2
     assert recorded.prepare(("key",), function, (rows(0),)) and recorded.holds(("key",)) == number
     tried = []
@@ -344,7 +344,7 @@ def test_what_is_prepared_is_recorded_at_once_and_what_is_asked_for_soon_the_sec
 
     assert not recorded.prepare(("other",), other, (rows(0),))
     for _ in range(2 * OFTEN):
-        recorded.run(("once",), other, (rows(0),), soon=always)
+        recorded.run(("once",), other, (rows(0),), when=lambda: SOON)
     assert tried == [True, False, True] + [False] * (2 * OFTEN - 2), "what failed is not tried again"
 
 

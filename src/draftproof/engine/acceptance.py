@@ -51,7 +51,7 @@ MOST_RARE = 28
 class RequestClass(NamedTuple):
     """Requests that get the same number of drafts. `odds`: their odds of acceptance relative to the pool's, as an
     exponent of `ODDS_STEP`; `rarity`: their share of rounds with drafts when asked for, as an exponent of 1 /
-    `RARITY_STEP`; `opening`: by how much the odds are higher yet, as long as they are at their beginning."""
+    `RARITY_STEP`; `opening`: what is added to `odds` at their beginning, mostly negative."""
 
     odds: int
     rarity: float = 0
@@ -415,9 +415,9 @@ class Whole:
 
 
 def acceptance_of(num_drafts: int, *, has_kv: bool, stops: bool = False) -> Acceptance:
-    """What is expected of a new drafter. With a model (`has_kv`) the prior of acceptance counts for more: the first
-    tokens of an output are harder to draft than later ones, so what the first rounds show must not end drafting.
-    Lookups are also learned from without verifying. `stops`: see `DraftSpec`."""
+    """What is expected of a new drafter. With a model (`has_kv`) the prior of acceptance counts for more, and the first
+    tokens of an output are harder to draft than later ones: what the first rounds show must not end drafting. Lookups
+    are also learned from without verifying. `stops`: see `DraftSpec`."""
     weight = MODEL_WEIGHT if has_kv else POOL_WEIGHT
     opening = Opening(MODEL_OPENING) if has_kv else None
     return Acceptance(num_drafts, prior_weight=weight, goes_on=GOES_ON if stops else 1.0, opening=opening)

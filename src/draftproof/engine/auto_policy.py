@@ -23,7 +23,7 @@ from draftproof.engine.kept_choice import (
     Kept,
     ReadyChoice,
 )
-from draftproof.engine.opening import NUM_OPENING
+from draftproof.engine.opening import is_early
 from draftproof.engine.policy import Parts
 from draftproof.engine.probes import NUM_SETTLING, Probes
 from draftproof.engine.progress import Progress, Round
@@ -229,7 +229,7 @@ class AutoPolicy:
                     return before
                 self._settle_steps()
                 self._let_go()
-                its_class = next(iter(ready.num_drafts), self.acceptance.unknown)
+                its_class = next(iter(ready.num_drafts), self._unknown(len(asked)))
                 return self._kept_for(asked, 0, [its_class] * len(asked), ready, is_first=True)
         start = time.perf_counter()
         self._settle()
@@ -287,7 +287,7 @@ class AutoPolicy:
             is_as_poor = ready.savings >= EARNED or self.savings < ready.savings + ALLOWANCE
             return choice if is_as_rare and is_fresh and is_as_poor else None
         # for such requests as are now expected, or about such
-        expected = self.acceptance.unknown
+        expected = self._unknown(num_requests)
         is_expected = all(
             its.odds == expected.odds
             and abs(its.rarity - expected.rarity) <= 1
@@ -308,21 +308,28 @@ class AutoPolicy:
             self._make_ready(self._ready.num_requests)
 
     def _make_ready(self, num_requests: int) -> DraftChoice:
-        counts = {self.acceptance.unknown: num_requests}
+        counts = {self._unknown(num_requests): num_requests}
         worth = WORTH_GOING_ON if self._may_try(num_requests) else WORTH_IT
         choice = self.chooser.best(counts, 0, self._context(num_requests), STAKE * self.savings, worth)
         self._ready = ReadyChoice(num_requests, choice, self._num_taken, self.acceptance.share, self.savings)
         return choice
+
+    def _unknown(self, num_requests: int) -> RequestClass:
+        """The class of so many new requests; see `_choice_for`."""
+        its_class = self.acceptance.unknown
+        return its_class._replace(opening=0) if self._stops(num_requests) else its_class
 
     def _context(self, num_requests: int) -> int:
         """Tokens of so many requests, if they are as long as those of the last step."""
         return round(self._length * num_requests)
 
     def _choice_for(self, asked: list[Progress], num_others: int, before: Kept | None) -> Kept:
-        are_early = [request.num_outputs < NUM_OPENING for request in asked]
+        # not where the drafter stops by itself: it knows better, and the number of drafts is but a limit
+        has_opening = not self._stops(len(asked) + num_others)
+        are_early = [has_opening and is_early(request.num_outputs, request.most_outputs) for request in asked]
         classes = [
-            self.acceptance.class_of(request.records[self.number], is_early=is_early)
-            for request, is_early in zip(asked, are_early, strict=True)
+            self.acceptance.class_of(request.records[self.number], is_early=early)
+            for request, early in zip(asked, are_early, strict=True)
         ]
         length = sum(len(request.tokens) for request in asked) / len(asked)  # the others' is not known
         context = round(length * (len(asked) + num_others))
@@ -470,11 +477,14 @@ class AutoPolicy:
         saved = num_tokens * (plain / num_requests - choice.seconds / choice.tokens)
         shown = (len(request.tokens) - request.num_computed) * self.costs.prompt_row_seconds
         price = shown + num_lost * self.costs.target_row_seconds
-        is_affordable = num_requests * price < (self.savings - ALLOWANCE) * plain
+        to_spend = (self.savings - ALLOWANCE) * plain
+        is_affordable = num_requests * price < to_spend
         doubt = 0.0 if is_affordable else self.acceptance.accepted.doubt
         is_worth_it = saved > price * (WORTH_SHOWING + doubt * (SURELY_WORTH - WORTH_SHOWING))
-        loses_little = price - saved < (1.0 - WORTH_GOING_ON) * num_tokens * plain / num_requests
-        is_worth_it = is_worth_it or (loses_little and is_affordable and self._may_try(num_requests))
+        lost = price - min(0.0, saved)
+        loses_little = lost < (1.0 - WORTH_GOING_ON) * num_tokens * plain / num_requests
+        if loses_little and num_requests * lost < to_spend and self._may_try(num_requests):
+            is_worth_it = True
         if not is_worth_it and saved > 0:
             self.costs.doubt_prompts()
         return is_worth_it
@@ -548,8 +558,8 @@ class AutoPolicy:
             return
         for its in rounds:
             if its.num_observed:
-                is_early = its.num_outputs < NUM_OPENING
-                self._count(record, its.num_observed, its.num_accepted, is_early=is_early)
+                early = is_early(its.num_outputs, request.most_outputs)
+                self._count(record, its.num_observed, its.num_accepted, is_early=early)
             if its.num_asked:
                 self.proposed(request, its.num_asked, its.num_proposed)
 

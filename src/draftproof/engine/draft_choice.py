@@ -313,8 +313,9 @@ def _num_accepted(
     num_drafts: Mapping[RequestClass, int],
     survival: Callable[[int], Sequence[float]],
 ) -> float:
-    """Expected accepted drafts of a step with these numbers of drafts, by the `survival` of a class's odds."""
+    """Expected accepted drafts of a step with these numbers of drafts, by the `survival` of a class's present odds."""
     accepted = 0.0
     for its_class, number in num_drafts.items():
-        accepted += counts[its_class] * its_class.share * sum(survival(its_class.odds)[:number])
+        odds = its_class.odds + its_class.opening
+        accepted += counts[its_class] * its_class.share * sum(survival(odds)[:number])
     return accepted

@@ -119,7 +119,7 @@ class Kept:
     def has_ended(self, asked: list[Progress], num_others: int) -> bool:
         """Whether a probe is to end before this step: beside prompts and in new sizes its steps are not told. Until
         then it is a probe, in which the drafter sees the rows."""
-        return self.is_over or self.num_steps >= 2 * PROBED_STEPS or not self.is_for(asked, num_others)
+        return self.is_over or not self.num_left or not self.is_for(asked, num_others)
 
     def _are_its(self, asked: Sequence[Progress]) -> bool:
         return len(asked) == len(self.asked) and all(map(operator.is_, asked, self.asked))
@@ -154,6 +154,8 @@ class Kept:
     @property
     def num_left(self) -> int:
         """For how many more steps it is kept, at most."""
+        if self.is_probe:
+            return max(0, 2 * PROBED_STEPS - self.num_steps)
         if not self.choice.num_drafts:
             return RESTING_EVERY  # it ends by what is reported
         return ROUNDS_KEPT * self.longer + self._num_more - self.num_steps

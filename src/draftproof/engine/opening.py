@@ -7,8 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 NUM_OPENING = 16  # tokens of an output that are its beginning
+SHORT = 2 * NUM_OPENING  # most tokens of an output that has none: hardly any would come later
 # Weight of the first guess, in trials, and what earlier rounds keep with each new one.
 WEIGHT, LEFT = 20.0, 0.998
+
+
+def is_early(num_outputs: int, most_outputs: int) -> bool:
+    """Whether an output of at most `most_outputs` tokens is at its beginning with `num_outputs`."""
+    return num_outputs < NUM_OPENING and most_outputs > SHORT
 
 
 def raised(chance: float, ratio: float) -> float:

@@ -148,6 +148,11 @@ class Progress:
         return len(self.tokens) - len(self.spec.token_ids)
 
     @property
+    def most_outputs(self) -> int:
+        """Tokens that its output may have."""
+        return self.spec.limit - len(self.spec.token_ids)
+
+    @property
     def can_draft(self) -> bool:
         """Whether drafts are allowed for it, and some drafter has seen all its rows."""
         return (self.draft_hole is None or self.is_hole_partial) and self.spec.most_drafts != 0

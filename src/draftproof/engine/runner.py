@@ -34,7 +34,7 @@ from draftproof.engine.shapes import BatchShape, Shapes
 from draftproof.engine.state import State
 from draftproof.kernels.ops import Ops
 from draftproof.models.decoder import Decoder
-from draftproof.runtime.graphs import EAGER, Graphs, Key, always
+from draftproof.runtime.graphs import EAGER, OFTEN, SOON, Graphs, Key, at_once
 from draftproof.runtime.threads import as_certified
 from draftproof.runtime.transfer import IntegerRows, Numbers
 from draftproof.sampling.params import SamplingTable
@@ -268,7 +268,7 @@ class ModelRunner:
         start = time.perf_counter()
         if drafter is None or not shape.with_drafter:
             function = partial(self._plain, given)
-            closed = graphs.run(("step", shape), function, (), soon=partial(self._is_known, shape))
+            closed = graphs.run(("step", shape), function, (), when=partial(self._recorded_when, shape))
             launched.target_seconds = time.perf_counter() - start
             return closed
         checked = self.checked(given, graphs)
@@ -280,7 +280,7 @@ class ModelRunner:
         if is_watched or not self.on_device:
             number = 0
         key = "drafting", shape, number, drafter is self.drafter
-        closed, faults = (graphs if number else EAGER).run(key, draft, (), soon=always)
+        closed, faults = (graphs if number else EAGER).run(key, draft, (), when=at_once)
         if faults:
             launched.fail(faults)
         launched.target_seconds, launched.draft_seconds = middle - start, time.perf_counter() - middle
@@ -289,12 +289,12 @@ class ModelRunner:
     def checked(self, given: Pass, graphs: Graphs) -> VerifiedPass:
         """`verify_rows` through `graphs`, as the part of a step before the draft pass."""
         function = partial(self.verify_rows, given)
-        soon = partial(self._is_known, given.shape)
-        return graphs.run(_verify_key(given.shape), function, (), soon=soon)
+        when = partial(self._recorded_when, given.shape)
+        return graphs.run(_verify_key(given.shape), function, (), when=when)
 
-    def _is_known(self, shape: BatchShape) -> bool:
-        """Whether the target's pass of this shape is recorded; it takes most of the step's time."""
-        return self.graphs.holds(target_key(shape, self.taps(shape))) > 0
+    def _recorded_when(self, shape: BatchShape) -> int:
+        """See `Graphs.run`: sooner if the target's pass of this shape, most of the step's calls, is recorded."""
+        return SOON if self.graphs.holds(target_key(shape, self.taps(shape))) else OFTEN
 
     def _draft(
         self, drafter: Drafter, checked: VerifiedPass, num_drafts: int

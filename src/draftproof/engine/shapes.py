@@ -78,7 +78,7 @@ class Shapes:
     `max_num_seqs`: most requests. `levels`: numbers of drafts, ascending, for which steps are captured; 0: without
     drafter. `buckets`: numbers of requests, ascending, that decode-only passes are padded to. `mixed`: numbers of rows,
     ascending, that passes with prompts are padded to; larger ones are not padded. `costs_alike`: few drafts take the
-    drafter as long as many, since it has no model.
+    drafter as long as many, since it has no model; `only_lookups`: it is a built-in lookup, or a chain of such.
     """
 
     num_drafts: int
@@ -86,6 +86,7 @@ class Shapes:
     has_drafter: bool
     max_num_seqs: int
     costs_alike: bool = False
+    only_lookups: bool = False
     levels: tuple[int, ...] = ()
     buckets: tuple[int, ...] = ()
     mixed: tuple[int, ...] = ()
@@ -131,10 +132,11 @@ class Shapes:
         if rounded > num_rows:
             scheduled = self._padded_by(rounded - num_rows, scheduled)
         num_requests, num_drafts = len(scheduled), 0
-        if with_drafter and (self.costs_alike or step.without_models):
-            num_requests, num_drafts = self._padded_requests(num_requests), self.num_drafts
-        elif with_drafter:
-            num_drafts = max([s.num_drafts for s in scheduled])
+        if with_drafter:
+            is_alike = self.costs_alike or step.without_models
+            num_drafts = self.num_drafts if is_alike else max([s.num_drafts for s in scheduled])
+            if self.only_lookups or step.without_models:
+                num_requests = self._padded_requests(num_requests)
         key = num_requests, rounded, num_drafts, with_drafter
         shape = self._known.get(key)
         if shape is None:
@@ -148,9 +150,9 @@ class Shapes:
         return scheduled, shape
 
     def _padded_requests(self, num_requests: int) -> int:
-        """The next power of two, or the most there may be. Requests without rows take no time where a drafter has no
-        model, and rows vary from step to step. Example: of 16 requests of `small` one after the other ended, with up to
-        16 drafts each. Every fifth step had to be recorded, a tenth of the time."""
+        """The next power of two, or the most there may be. Requests without rows take lookups no time, and rows vary
+        from step to step. Example: of 16 requests of `small` one after the other ended, with up to 16 drafts each.
+        Every fifth step had to be recorded, a tenth of the time."""
         return min(1 << (num_requests - 1).bit_length(), self.max_num_seqs)
 
     def _padded_by(self, missing: int, scheduled: Seq[ScheduledRequest]) -> list[ScheduledRequest]:

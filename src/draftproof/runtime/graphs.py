@@ -53,12 +53,12 @@ _HARMLESS = {
 _HARMLESS |= {"_unsafe_view", "unsqueeze", "squeeze", "t", "unbind", "as_strided", "expand"}
 
 
-def never() -> bool:
-    return False
+def often() -> int:
+    return OFTEN
 
 
-def always() -> bool:
-    return True
+def at_once() -> int:
+    return 1
 
 
 class Graphs(Protocol):
@@ -95,12 +95,12 @@ class Graphs(Protocol):
         function: Callable[..., T],
         inputs: tuple[Tensor, ...],
         *,
-        soon: Callable[[], bool] = never,
+        when: Callable[[], int] = often,
     ) -> T:
         """The result of `function(*inputs)`, replayed if recorded.
 
-        soon: asked if it is not recorded: whether recording takes not much longer than running, because the function's
-        parts are recorded already. Then the second run is recorded, where `calls_once`.
+        when: asked if it is not recorded: the number of the run that is to be recorded, 1 to `OFTEN`, where
+        `calls_once`.
         """
         ...
 
@@ -207,7 +207,7 @@ class Eager:
         function: Callable[..., T],
         inputs: tuple[Tensor, ...],
         *,
-        soon: Callable[[], bool] = never,
+        when: Callable[[], int] = often,
     ) -> T:
         return function(*inputs)
 
@@ -265,14 +265,14 @@ class Recorded:
         function: Callable[..., T],
         inputs: tuple[Tensor, ...],
         *,
-        soon: Callable[[], bool] = never,
+        when: Callable[[], int] = often,
     ) -> T:
         key = (*key, torch.get_num_threads())
         entry, recorder = self._table.get(key), self._library.recorder
         if recorder is not None:
             return self._run_part(recorder, key, function, inputs)
         if entry is None:
-            is_due = self._table.is_due(key, SOON if soon() else OFTEN)
+            is_due = self._table.is_due(key, when())
             found = self._record(key, function, inputs) if is_due else function(*inputs)
             entry = self._table.get(key)
             self.latest = 0 if entry is None else entry.number
@@ -410,7 +410,7 @@ class Captured:
         function: Callable[..., T],
         inputs: tuple[Tensor, ...],
         *,
-        soon: Callable[[], bool] = never,
+        when: Callable[[], int] = often,
     ) -> T:
         if self._is_capturing:
             return function(*inputs)

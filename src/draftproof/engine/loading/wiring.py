@@ -190,6 +190,7 @@ def _shapes(base: Base, drafters: Drafters, *, on_device: bool) -> Shapes:
         has_drafter=drafters.drafter is not None,
         max_num_seqs=base.config.max_num_seqs,
         costs_alike=on_device and not has_model,
+        only_lookups=0 < len(drafters.lookups) == drafters.num_own,
         levels=drafters.levels,
         buckets=numbers_of_requests(base.config, num_drafts) if is_captured else (),
         mixed=mixed_sizes(base.config) if is_captured else (),
