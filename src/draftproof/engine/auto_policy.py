@@ -40,10 +40,6 @@ MOST_SAVED = 30.0
 STAKE = 0.6
 LOOKUP_ALLOWANCE = 1.0  # the budget of lookups at the start: of their drafts comparisons tell as well
 EARNED = 10.0  # savings from which drafts are believed to pay
-# Savings from which a drafter with a model is tried that seems to lose a little: while it rests, nothing tells what its
-# drafts take and whether they are right.
-TRIED = 6.0
-DOUBTFUL = 0.5  # share of the prior in what is known of acceptance, above which that is little
 CONTEXT_STEP = 256  # tokens of each request within which steps count as equally long, relative to plain ones
 MOST_WAITING = 512  # reports that wait to be taken in, at most: nothing is chosen while no request can draft
 MOST_STEPS = 16  # the same for steps: while no request can draft they come in, too
@@ -309,8 +305,7 @@ class AutoPolicy:
 
     def _make_ready(self, num_requests: int) -> DraftChoice:
         counts = {self._unknown(num_requests): num_requests}
-        worth = WORTH_GOING_ON if self._may_try(num_requests) else WORTH_IT
-        choice = self.chooser.best(counts, 0, self._context(num_requests), STAKE * self.savings, worth)
+        choice = self.chooser.best(counts, 0, self._context(num_requests), STAKE * self.savings)
         self._ready = ReadyChoice(num_requests, choice, self._num_taken, self.acceptance.share, self.savings)
         return choice
 
@@ -350,12 +345,6 @@ class AutoPolicy:
         they have paid, or if `is_begun`: most requests are at their beginning and had some in the last step."""
         may_lose = not self.is_lookup and (is_begun or self.savings >= EARNED)
         return 1.0 - share * (1.0 - WORTH_GOING_ON) if may_lose else WORTH_IT
-
-    def _may_try(self, num_requests: int) -> bool:
-        """Whether drafts that seem to lose a little are tried for so many new requests: little is known of what they
-        take, or of whether they are right, and enough is saved."""
-        is_known = self.acceptance.accepted.doubt <= DOUBTFUL and self.costs.are_well_known(num_requests)
-        return not (self.is_lookup or is_known) and self.savings >= TRIED
 
     def _kept_for(
         self,
@@ -477,14 +466,9 @@ class AutoPolicy:
         saved = num_tokens * (plain / num_requests - choice.seconds / choice.tokens)
         shown = (len(request.tokens) - request.num_computed) * self.costs.prompt_row_seconds
         price = shown + num_lost * self.costs.target_row_seconds
-        to_spend = (self.savings - ALLOWANCE) * plain
-        is_affordable = num_requests * price < to_spend
+        is_affordable = num_requests * price < (self.savings - ALLOWANCE) * plain
         doubt = 0.0 if is_affordable else self.acceptance.accepted.doubt
         is_worth_it = saved > price * (WORTH_SHOWING + doubt * (SURELY_WORTH - WORTH_SHOWING))
-        lost = price - min(0.0, saved)
-        loses_little = lost < (1.0 - WORTH_GOING_ON) * num_tokens * plain / num_requests
-        if loses_little and num_requests * lost < to_spend and self._may_try(num_requests):
-            is_worth_it = True
         if not is_worth_it and saved > 0:
             self.costs.doubt_prompts()
         return is_worth_it

@@ -16,8 +16,8 @@ from draftproof.engine.costs import StepCosts
 
 # Least predicted speed-up for which drafts are made: predictions are off by a few per cent.
 WORTH_IT = 1.03
-# Least speed-up at which a drafter goes on with requests, if it would miss rows else and could make no more: a few
-# rounds tell little of a request. And at which it begins, if enough is saved.
+# Least speed-up at which a drafter goes on whose drafts have paid, or at a request's beginning, if it would miss rows
+# else and could make no more: a few rounds tell little of a request, and the first the least.
 WORTH_GOING_ON = 0.95
 # Least gain for which a padded step of several requests has more drafts: with more drafts requests end at more
 # different times, and those that are left at the end are few. Example: 64 requests, drafts that are right at 0.8. Three
