@@ -189,7 +189,7 @@ def test_lookups_draft_on_where_the_head_does_not_see_the_rows(
 
 @pytest.mark.skipif(native.load() is None, reason="nothing is recorded without the compiled operators")
 def test_the_pass_of_a_lookup_alone_is_soon_recorded(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
-    """Python is run for each new number of rows only: thrice, the third time to record the drafter's part."""
+    """Python is run for each new number of rows only: twice, the second time to record it."""
     its, called = llm.core.policy, list[int]()
     assert isinstance(its, ChainPolicy)
     propose = SuffixDrafter.propose

@@ -1210,13 +1210,18 @@ def test_the_price_is_that_of_the_requests_that_are_left() -> None:
     assert half.others == pytest.approx(whole.others * 3 / 7)
 
 
-def test_a_drafter_sees_all_steps_of_a_probe_that_is_not_told_of_any() -> None:
-    """New sizes are recorded first. What has missed a row could draft no more for its request."""
-    its, one = policy(0.9, row=0.01, step=0.01), request(4)
+def until_probed(its: AutoPolicy, one: Progress) -> None:
+    """Decode with drafts until a probe begins."""
     its.probes, its.savings = True, MOST_SAVED
     while not its.is_probing:
         (k,) = its.choose([one], 0)
         its.finished(StepOutcome(1, 1 + k, k, 1 + k, 0, its.costs.step(1, 1 + k, k), 0.0))
+
+
+def test_a_drafter_sees_all_steps_of_a_probe_that_is_not_told_of_any() -> None:
+    """New sizes are recorded first. What has missed a row could draft no more for its request."""
+    its, one = policy(0.9, row=0.01, step=0.01), request(4)
+    until_probed(its, one)
     num_plain = 1
     while not any(its.choose([one], 0)):
         assert its.is_probing
@@ -1233,10 +1238,7 @@ def test_a_drafter_sees_all_steps_of_a_probe_that_is_not_told_of_any() -> None:
 def test_a_probe_ends_also_if_nobody_is_asked_any_more() -> None:
     """Its requests have ended in it, and only others decode, which cannot draft."""
     its, one = policy(0.9, row=0.01, step=0.01), request(4)
-    its.probes, its.savings = True, MOST_SAVED
-    while not its.is_probing:
-        (k,) = its.choose([one], 0)
-        its.finished(StepOutcome(1, 1 + k, k, 1 + k, 0, its.costs.step(1, 1 + k, k), 0.0))
+    until_probed(its, one)
     its.savings = 0.0
     for _ in range(100):
         its.finished(plain_step(1.0))

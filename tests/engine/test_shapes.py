@@ -39,7 +39,7 @@ def test_a_recorded_step_has_the_shape_of_its_padded_rows_whatever_came_before(
         costs_alike=costs_alike,
         only_lookups=only_lookups,
     )
-    padded = {1: 1, 2: 2, 3: 4, 4: 4, 5: 5}  # requests without rows, where a drafter has no model
+    padded = {1: 1, 2: 2, 3: 4, 4: 4, 5: 5}  # requests without rows, where all drafters are lookups
     for _ in range(300):
         num_requests = generator.randint(1, 5)
         is_plain = generator.random() < 0.3

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from draftproof.engine.opening import Opening, raised
+from draftproof.engine.opening import Opening, Outcomes, raised
 from draftproof.engine.persistence import Persistence
 from draftproof.engine.shadows import Comparison
 
@@ -74,16 +74,11 @@ def _for_odds(chances: Sequence[float], odds: int) -> list[float]:
 
 
 @dataclass(slots=True)
-class AcceptanceRecord:
-    """One request's recent rounds, weighted: hits and misses, how many of each the pool's estimates predicted, and how
-    often the drafter was `asked` for drafts and had some (`given`). `last_asked`, `last_given`: the last time. `ratio`:
-    the request's odds of acceptance relative to the pool's, as last estimated. `num_reports`: how often the policy's
-    `learn` was told of its rounds."""
+class AcceptanceRecord(Outcomes):
+    """One request's recent rounds, expected by the pool's estimates, and how often the drafter was `asked` for drafts
+    and had some (`given`). `last_asked`, `last_given`: the last time. `ratio`: the request's odds of acceptance
+    relative to the pool's, as last estimated. `num_reports`: how often the policy's `learn` was told of its rounds."""
 
-    hits: float = 0.0
-    misses: float = 0.0
-    expected_hits: float = 0.0
-    expected_misses: float = 0.0
     asked: float = 0.0
     given: float = 0.0
     last_asked: int = 0
@@ -99,9 +94,7 @@ class AcceptanceRecord:
     def odds(self, slope: float = 1.0) -> int:
         """The request's odds of acceptance relative to the pool's, as an exponent of `ODDS_STEP`. `slope`: see
         `Persistence`."""
-        better = (self.hits + OWN_WEIGHT) / (self.expected_hits + OWN_WEIGHT)
-        ratio = better * (self.expected_misses + OWN_WEIGHT) / (self.misses + OWN_WEIGHT)
-        return round(slope * math.log(ratio) / math.log(ODDS_STEP))
+        return round(slope * math.log(self.relative_odds(OWN_WEIGHT)) / math.log(ODDS_STEP))
 
     def fade(self, num_rounds: int = 1) -> None:
         """Reduce the weight of the past by `num_rounds` rounds without drafts."""
@@ -109,13 +102,6 @@ class AcceptanceRecord:
         self.remember(left)
         self.asked *= left
         self.given *= left
-
-    def remember(self, left: float) -> None:
-        """Multiply the counts of verified drafts by `left`."""
-        self.hits *= left
-        self.misses *= left
-        self.expected_hits *= left
-        self.expected_misses *= left
 
 
 @dataclass(slots=True)
@@ -337,10 +323,7 @@ class Acceptance:
         self.persistence.count(record.shift, num_hits - first - num_expected, num_seen)
         if not first:
             record.remember(OWN_MEMORY)
-        record.expected_hits += num_expected
-        record.expected_misses += num_seen - num_expected
-        record.hits += num_hits - first
-        record.misses += float(found.is_rejected)
+        record.add(num_hits - first, num_seen, num_expected)
         if not first:
             # at all positions, not only those that were reached: counts of late positions must age as well
             self.accepted.forget(self._kept)

@@ -320,7 +320,7 @@ class AutoPolicy:
 
     def _choice_for(self, asked: list[Progress], num_others: int, before: Kept | None) -> Kept:
         # not where the drafter stops by itself: it knows better, and the number of drafts is but a limit
-        has_opening = not self._stops(len(asked) + num_others)
+        has_opening = not (self.is_lookup or self._stops(len(asked) + num_others))
         are_early = [has_opening and is_early(request.num_outputs, request.most_outputs) for request in asked]
         classes = [
             self.acceptance.class_of(request.records[self.number], is_early=early)

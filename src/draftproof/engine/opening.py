@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 NUM_OPENING = 16  # tokens of an output that are its beginning
 SHORT = 2 * NUM_OPENING  # most tokens of an output that has none: hardly any would come later
@@ -23,20 +23,45 @@ def raised(chance: float, ratio: float) -> float:
 
 
 @dataclass(slots=True)
+class Outcomes:
+    """Drafts that were accepted (`hits`) or not, and how many of each were expected; weighted."""
+
+    hits: float = 0.0
+    misses: float = 0.0
+    expected_hits: float = 0.0
+    expected_misses: float = 0.0
+
+    def relative_odds(self, weight: float) -> float:
+        """The odds of acceptance relative to the expected ones, shrunk towards 1 by so many trials."""
+        better = (self.hits + weight) / (self.expected_hits + weight)
+        return better * (self.expected_misses + weight) / (self.misses + weight)
+
+    def remember(self, left: float) -> None:
+        """Multiply all counts by `left`."""
+        self.hits *= left
+        self.misses *= left
+        self.expected_hits *= left
+        self.expected_misses *= left
+
+    def add(self, num_hits: int, num_seen: int, num_expected: float) -> None:
+        """Count `num_seen` drafts, of which `num_hits` were accepted and `num_expected` were expected to be."""
+        self.hits += num_hits
+        self.misses += num_seen - num_hits
+        self.expected_hits += num_expected
+        self.expected_misses += num_seen - num_expected
+
+
+@dataclass(slots=True)
 class Opening:
     """The odds of drafts of an output's first tokens, relative to those of later ones: `expected` at first. Example:
     EAGLE-3's for 64 requests of `small` are right at 0.5 for sixteen tokens and at 0.7 from then on."""
 
     expected: float = 1.0
-    _hits: float = 0.0
-    _misses: float = 0.0
-    _expected_hits: float = 0.0
-    _expected_misses: float = 0.0
+    _outcomes: Outcomes = field(default_factory=Outcomes)  # by the pool's estimates and `expected`
 
     @property
     def ratio(self) -> float:
-        better = (self._hits + WEIGHT) / (self._expected_hits + WEIGHT)
-        return self.expected * better * (self._expected_misses + WEIGHT) / (self._misses + WEIGHT)
+        return self.expected * self._outcomes.relative_odds(WEIGHT)
 
     def odds(self, step: float) -> int:
         """The ratio as an exponent of `step`, rounded."""
@@ -45,9 +70,6 @@ class Opening:
     def count(self, num_hits: int, chances: Sequence[float]) -> None:
         """Count a round of an output's beginning, in which `num_hits` drafts were accepted of those that had these
         `chances` by what is known of later ones."""
-        num_seen = len(chances)
+        self._outcomes.remember(LEFT)
         num_expected = sum([raised(chance, self.expected) for chance in chances])
-        self._hits = LEFT * self._hits + num_hits
-        self._misses = LEFT * self._misses + num_seen - num_hits
-        self._expected_hits = LEFT * self._expected_hits + num_expected
-        self._expected_misses = LEFT * self._expected_misses + num_seen - num_expected
+        self._outcomes.add(num_hits, len(chances), num_expected)
