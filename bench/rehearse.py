@@ -131,7 +131,9 @@ class Recorder(FixedPolicy):
     def num_repeats(self) -> int:
         return 0
 
-    def will_draft(self, request: Progress, num_others: int, num_lost: int = 0) -> bool:
+    def will_draft(
+        self, request: Progress, num_others: int, num_lost: int = 0, num_undrafted: int = 0
+    ) -> bool:
         return True
 
     def finished(self, step: StepOutcome) -> None:

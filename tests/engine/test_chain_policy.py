@@ -143,7 +143,9 @@ class Always(ChainPolicy):
     def shadows(self, chosen: list[int], num_others: int) -> list[int]:
         return [16] * len(chosen)
 
-    def will_draft(self, request: Progress, num_others: int, num_lost: int = 0) -> bool:
+    def will_draft(
+        self, request: Progress, num_others: int, num_lost: int = 0, num_undrafted: int = 0
+    ) -> bool:
         return True
 
 
@@ -250,7 +252,9 @@ class OnlyLookups(Always):
         self._parts = Parts([16] * len(asked), [0] * len(asked))
         return [16] * len(asked)
 
-    def will_draft(self, request: Progress, num_others: int, num_lost: int = 0) -> bool:
+    def will_draft(
+        self, request: Progress, num_others: int, num_lost: int = 0, num_undrafted: int = 0
+    ) -> bool:
         return False
 
 

@@ -519,7 +519,9 @@ class Chosen(FixedPolicy):
     def num_repeats(self) -> int:
         return 0
 
-    def will_draft(self, request: Progress, num_others: int, num_lost: int = 0) -> bool:
+    def will_draft(
+        self, request: Progress, num_others: int, num_lost: int = 0, num_undrafted: int = 0
+    ) -> bool:
         return self.drafts_at_start
 
 
@@ -732,7 +734,7 @@ def test_rounds_that_the_limit_leaves_no_drafts_say_nothing_of_the_drafter() -> 
 def test_who_waits_counts_among_those_who_will_decode_soon() -> None:
     engine, told = core(FakeRunner(3), slots=4), []
 
-    def will_draft(request: Progress, num_others: int, num_lost: int = 0) -> bool:
+    def will_draft(request: Progress, num_others: int, num_lost: int = 0, num_undrafted: int = 0) -> bool:
         told.append(num_others)
         return True
 

@@ -123,8 +123,8 @@ def test_what_drafts_may_lose_is_their_requests_share_of_a_step() -> None:
     """One of forty requests can draft: a loss of half a per cent of the step is a fifth of its own part."""
     its = AutoPolicy(costs(levels=(0, 1)), Acceptance(1))
     its.savings = MOST_SAVED
-    assert its._least_speedup(1.0, is_begun=False) == WORTH_GOING_ON
-    assert its._least_speedup(1 / 40, is_begun=False) == pytest.approx(1.0 - 0.05 / 40)
+    assert its._least_speedup(1.0, may_lose=False) == WORTH_GOING_ON
+    assert its._least_speedup(1 / 40, may_lose=False) == pytest.approx(1.0 - 0.05 / 40)
 
 
 def test_what_counts_vouch_for_at_the_beginning_is_what_comes_then() -> None:

@@ -55,6 +55,7 @@ from draftproof.engine.costs import (
     rounded_rows,
 )
 from draftproof.engine.draft_choice import DOUBTED, WORTH_IT, Chooser, DraftChoice, DraftRows, Part
+from draftproof.engine.exploring import Exploring
 from draftproof.engine.host_costs import LEAST_HOST, HostCosts
 from draftproof.engine.interface import RowPrice
 from draftproof.engine.keeping import LEARNED_EVERY, LOOKUPS_EVERY, MANY, OBSERVED_EVERY
@@ -115,6 +116,12 @@ def policy(rate: float = 0.6, **given: Any) -> AutoPolicy:
 
 def plain_step(seconds: float, context: int = 0) -> StepOutcome:
     return StepOutcome(1, 1, 0, 1, context, seconds, 0.0)
+
+
+@pytest.fixture
+def no_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafters that rest are not tried, see `exploring.py`."""
+    monkeypatch.setattr(Exploring, "begin", lambda *given: None)
 
 
 def chosen(policy: AutoPolicy, counts: Mapping[int, int]) -> dict[int, int]:
@@ -409,6 +416,7 @@ def test_what_is_left_of_a_prompt_is_its_price() -> None:
     assert its.will_draft(one, 0)
 
 
+@pytest.mark.usefixtures("no_trials")
 def test_what_a_prompt_takes_is_paid_from_the_savings() -> None:
     """At the start only a prompt is shown whose drafts are expected to save `SURELY_WORTH` times that. `times`: of what
     it takes, in the savings."""
@@ -1508,6 +1516,7 @@ def test_of_plain_steps_that_are_reported_together_the_median_corrects_the_costs
     )
 
 
+@pytest.mark.usefixtures("no_trials")
 def test_that_nothing_pays_is_believed_for_a_while() -> None:
     """A choice without drafts for new requests is made again after some reports, not for each request."""
     its, one = policy(0.05), request(4)
@@ -1522,6 +1531,7 @@ def test_that_nothing_pays_is_believed_for_a_while() -> None:
     assert its._ready is not ready
 
 
+@pytest.mark.usefixtures("no_trials")
 @pytest.mark.parametrize(
     ("before", "after", "is_made_again"), [(0.5, 2.0, False), (0.5, 2.6, True), (10.0, 20.0, False)]
 )

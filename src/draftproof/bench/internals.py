@@ -349,7 +349,9 @@ class AskingAnyway(AutoPolicy):
     def choose(self, asked: list[Progress], num_others: int) -> list[int]:
         return [self.costs.levels[-1] if self.num_asked is None else self.num_asked] * len(asked)
 
-    def will_draft(self, request: Progress, num_others: int, num_lost: int = 0) -> bool:
+    def will_draft(
+        self, request: Progress, num_others: int, num_lost: int = 0, num_undrafted: int = 0
+    ) -> bool:
         return self.num_asked != 0
 
     def learn(self, request: Progress, rounds: Sequence[Round]) -> None:

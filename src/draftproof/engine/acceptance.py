@@ -32,6 +32,9 @@ MOST_WEIGHT = 1e6  # weight of a new round, relative to the first, at which weig
 POOL_WEIGHT = 4.0  # weight of a prior, in trials
 GOES_ON = 0.6  # prior chance that a drafter which stops where that pays makes another draft
 MODEL_WEIGHT = 10.0  # see `acceptance_of`
+# Odds that drafts of which nothing is known are hoped to have, relative to the prior's, as an exponent of `ODDS_STEP`:
+# 0.86 where 0.6 is expected. A head may be as good.
+HOPED = 4
 MODEL_OPENING = 0.5  # prior odds of a model's drafts at the beginning of an output, relative to later ones
 # The same of having drafts at all, which is certain at first. Of the hundred rounds that are remembered none may have
 # any, and with 4 that would seem 0.04, for which a lookup for one request of a small model seems to pay.
@@ -77,7 +80,8 @@ def _for_odds(chances: Sequence[float], odds: int) -> list[float]:
 class AcceptanceRecord(Outcomes):
     """One request's recent rounds, expected by the pool's estimates, and how often the drafter was `asked` for drafts
     and had some (`given`). `last_asked`, `last_given`: the last time. `ratio`: the request's odds of acceptance
-    relative to the pool's, as last estimated. `num_reports`: how often the policy's `learn` was told of its rounds."""
+    relative to the pool's, as last estimated. `num_reports`: how often the policy's `learn` was told of its rounds.
+    `is_tried`: it has drafts only to find out whether they pay, see `exploring.py`."""
 
     asked: float = 0.0
     given: float = 0.0
@@ -85,6 +89,7 @@ class AcceptanceRecord(Outcomes):
     last_given: int = 0
     ratio: float = 1.0
     num_reports: int = 0
+    is_tried: bool = False
 
     @property
     def shift(self) -> float:
@@ -252,6 +257,10 @@ class Acceptance:
     @property
     def _opening_odds(self) -> int:
         return 0 if self.opening is None else self.opening.odds(ODDS_STEP)
+
+    def hoped(self, its_class: RequestClass) -> RequestClass:
+        """This class, if drafts are right as often as may be hoped by what little is known of them."""
+        return its_class._replace(odds=its_class.odds + round(HOPED * self.accepted.doubt))
 
     def share_of(self, record: AcceptanceRecord) -> float:
         """Share of a request's rounds that have drafts when asked for."""

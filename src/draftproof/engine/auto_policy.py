@@ -13,6 +13,7 @@ from typing import Any
 from draftproof.engine.acceptance import Acceptance, AcceptanceRecord, RequestClass
 from draftproof.engine.costs import StepCosts, StepOutcome
 from draftproof.engine.draft_choice import RISKED_ON_MANY, WORTH_GOING_ON, WORTH_IT, Chooser, DraftChoice
+from draftproof.engine.exploring import Exploring
 from draftproof.engine.interface import RowPrice
 from draftproof.engine.keeping import OBSERVED_EVERY, Keeping
 from draftproof.engine.kept_choice import (
@@ -56,6 +57,9 @@ MORE_OFTEN = 2.0
 # Least gain for which a drafter is shown a prompt, over what that takes: if the savings allow it or acceptance is well
 # known, and at the start. The price is paid for sure, and what is expected of a request may not come.
 WORTH_SHOWING, SURELY_WORTH = 1.25, 3.0
+# A drafter that rests is tried with new requests if at most so many of those that decode do so without it. Such a trial
+# may lose this share of an output's plain steps beyond what is expected: predictions are off by a few per cent.
+MOST_UNDRAFTED, DOUBTED_LOSS = 0.25, 0.02
 MOST_TOKENS = 256  # output length that a new request is expected to have at most: limits are seldom reached
 
 _Seconds = Callable[[int, int], float]  # takes the rows and drafts of a step
@@ -84,6 +88,7 @@ class AutoPolicy:
     chooser: Chooser = field(init=False)
     _probes: Probes = field(init=False)
     _shadow_turns: ShadowTurns = field(default_factory=ShadowTurns)
+    _exploring: Exploring = field(default_factory=Exploring)
     _length: float = 0.0  # mean tokens of a request in the last step
     _kept: Kept | None = None
     _ready: ReadyChoice | None = None
@@ -215,7 +220,7 @@ class AutoPolicy:
     def _next(self, asked: list[Progress], num_others: int, before: Kept | None) -> Kept:
         """The choice to keep from now on, instead of the one `before` or passed on from it."""
         is_new = not num_others and self._are_new(asked, before)
-        if is_new:
+        if is_new and not any(request.records[self.number].is_tried for request in asked):
             ready = self._made_ready(len(asked))
             if ready is not None:  # reports wait for the next choice, which is made while a step runs
                 if before is not None and self._passes_on(before, asked, ready):
@@ -304,10 +309,21 @@ class AutoPolicy:
             self._make_ready(self._ready.num_requests)
 
     def _make_ready(self, num_requests: int) -> DraftChoice:
-        counts = {self._unknown(num_requests): num_requests}
-        choice = self.chooser.best(counts, 0, self._context(num_requests), STAKE * self.savings)
-        self._ready = ReadyChoice(num_requests, choice, self._num_taken, self.acceptance.share, self.savings)
+        its_class = self._unknown(num_requests)
+        choice, tried = self._best_for(its_class, num_requests), None
+        if not (choice.num_drafts or self.is_lookup):
+            tried = self._best_for(self.acceptance.hoped(its_class), num_requests)
+            tokens = self.chooser.class_tokens(its_class, num_requests)
+            each = tokens[max(tried.num_drafts.values(), default=0)]
+            tried = tried._replace(tokens=num_requests * each)
+        self._ready = ReadyChoice(
+            num_requests, choice, self._num_taken, self.acceptance.share, self.savings, tried
+        )
         return choice
+
+    def _best_for(self, its_class: RequestClass, num_requests: int) -> DraftChoice:
+        counts, context = {its_class: num_requests}, self._context(num_requests)
+        return self.chooser.best(counts, 0, context, STAKE * self.savings)
 
     def _unknown(self, num_requests: int) -> RequestClass:
         """The class of so many new requests; see `_choice_for`."""
@@ -323,8 +339,7 @@ class AutoPolicy:
         has_opening = not (self.is_lookup or self._stops(len(asked) + num_others))
         are_early = [has_opening and is_early(request.num_outputs, request.most_outputs) for request in asked]
         classes = [
-            self.acceptance.class_of(request.records[self.number], is_early=early)
-            for request, early in zip(asked, are_early, strict=True)
+            self._class_of(request, is_early=early) for request, early in zip(asked, are_early, strict=True)
         ]
         length = sum(len(request.tokens) for request in asked) / len(asked)  # the others' is not known
         context = round(length * (len(asked) + num_others))
@@ -335,15 +350,26 @@ class AutoPolicy:
         level = 0
         if before is not None and num_seen >= LEAST_LEFT * len(asked):
             level = max(before.num_drafts, default=0)
-        is_begun = level > 0 and sum(are_early) > len(asked) / 2
-        worth = self._least_speedup(len(asked) / (len(asked) + num_others), is_begun=is_begun)
+        num_tried = sum(request.records[self.number].is_tried for request in asked)
+        num_begun = sum(are_early) if level else 0
+        may_lose = max(num_begun, num_tried) > len(asked) / 2
+        worth = self._least_speedup(len(asked) / (len(asked) + num_others), may_lose=may_lose)
         choice = self.chooser.best(Counter(classes), num_others, context, stake, worth, level)
+        if num_tried and not choice.num_drafts:
+            self._exploring.end()
         return self._kept_for(asked, num_others, classes, choice, is_first=is_first)
 
-    def _least_speedup(self, share: float, *, is_begun: bool) -> float:
+    def _class_of(self, request: Progress, *, is_early: bool) -> RequestClass:
+        """The class of a request; of one that is part of a trial with the odds that may be hoped for."""
+        record = request.records[self.number]
+        its_class = self.acceptance.class_of(record, is_early=is_early)
+        return self.acceptance.hoped(its_class) if record.is_tried else its_class
+
+    def _least_speedup(self, share: float, *, may_lose: bool) -> float:
         """Least speed-up of a step at which requests get drafts that are this share of its requests. A model's go on if
-        they have paid, or if `is_begun`: most requests are at their beginning and had some in the last step."""
-        may_lose = not self.is_lookup and (is_begun or self.savings >= EARNED)
+        they have paid, or if they `may_lose`: most requests are at their beginning and had some in the last step, or
+        are part of a trial."""
+        may_lose = not self.is_lookup and (may_lose or self.savings >= EARNED)
         return 1.0 - share * (1.0 - WORTH_GOING_ON) if may_lose else WORTH_IT
 
     def _kept_for(
@@ -453,25 +479,39 @@ class AutoPolicy:
             )
         return kept.prices.at(len(kept.asked) + kept.num_others)
 
-    def will_draft(self, request: Progress, num_others: int, num_lost: int = 0) -> bool:
+    def will_draft(
+        self, request: Progress, num_others: int, num_lost: int = 0, num_undrafted: int = 0
+    ) -> bool:
+        record = request.records[self.number]
+        if self._exploring.join(record):
+            return True
         num_requests = 1 + num_others  # all assumed to be like this one
         choice = self._made_ready(num_requests)
         if choice is None:
             self._settle()
             choice = self._make_ready(num_requests)
-        if not choice.num_drafts:
+        tried = self._ready.tried if self._ready is not None else None
+        best = choice if choice.num_drafts else tried
+        if best is None or not best.num_drafts:
             return False
-        plain = choice.plain_seconds
+        plain = best.plain_seconds
         num_tokens = min(MOST_TOKENS, request.spec.limit - len(request.tokens))
-        saved = num_tokens * (plain / num_requests - choice.seconds / choice.tokens)
+        saved = num_tokens * (plain / num_requests - best.seconds / best.tokens)
         shown = (len(request.tokens) - request.num_computed) * self.costs.prompt_row_seconds
         price = shown + num_lost * self.costs.target_row_seconds
-        is_affordable = num_requests * price < (self.savings - ALLOWANCE) * plain
-        doubt = 0.0 if is_affordable else self.acceptance.accepted.doubt
-        is_worth_it = saved > price * (WORTH_SHOWING + doubt * (SURELY_WORTH - WORTH_SHOWING))
-        if not is_worth_it and saved > 0:
-            self.costs.doubt_prompts()
-        return is_worth_it
+        to_spend = (self.savings - ALLOWANCE) * plain
+        if choice.num_drafts:
+            doubt = 0.0 if num_requests * price < to_spend else self.acceptance.accepted.doubt
+            if saved > price * (WORTH_SHOWING + doubt * (SURELY_WORTH - WORTH_SHOWING)):
+                self._exploring.end(pays=True)
+                return True
+            if saved > 0:
+                self.costs.doubt_prompts()
+        if num_undrafted > MOST_UNDRAFTED * num_requests:
+            return False
+        to_lose = max(price, price - saved) * num_requests / plain + DOUBTED_LOSS * num_tokens
+        self._exploring.begin(num_requests, to_lose, to_spend / plain, MOST_SAVED - ALLOWANCE)
+        return self._exploring.join(record)
 
     def predict(self, num_requests: int, context: int = 0, num_tokens: float = math.inf) -> Prediction:
         """The expected speed-up for `num_requests` new requests with `context` tokens in all, until the first of them

@@ -71,9 +71,11 @@ class Policy(Protocol):
         """When a further row of the next pass is worth its time."""
         ...
 
-    def will_draft(self, request: Progress, num_others: int, num_lost: int = 0) -> bool:
+    def will_draft(
+        self, request: Progress, num_others: int, num_lost: int = 0, num_undrafted: int = 0
+    ) -> bool:
         """Whether drafts for a new request beside `num_others` others would be worth showing its prompt to the drafter,
-        for which the target must recompute `num_lost` cached tokens."""
+        for which the target must recompute `num_lost` cached tokens. `num_undrafted` of the others cannot draft."""
         ...
 
     def proposed(self, request: Progress, num_asked: int, num_drafts: int, *, is_model: bool) -> None:
@@ -146,7 +148,9 @@ class FixedPolicy:
     def price(self) -> RowPrice:
         return RowPrice()
 
-    def will_draft(self, request: Progress, num_others: int, num_lost: int = 0) -> bool:
+    def will_draft(
+        self, request: Progress, num_others: int, num_lost: int = 0, num_undrafted: int = 0
+    ) -> bool:
         return self._num_drafts > 0
 
     def proposed(self, request: Progress, num_asked: int, num_drafts: int, *, is_model: bool) -> None:
