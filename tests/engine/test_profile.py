@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from draftproof import assets
 from draftproof.engine import profile
 from draftproof.engine.costs import GUESSED_DRAFT, ROW_SIZES, Curve, DraftCosts, StepCosts, levels_of
 from draftproof.engine.interface import StepSize
+from draftproof.engine.profile import IN_A_ROW_AGAIN, ROUNDS_AGAIN, SETTLING
 from draftproof.runtime.graphs import OFTEN
 
 LEVELS = (0, 1, 3, 5)
@@ -154,17 +156,32 @@ def test_one_requests_steps_are_measured_again_at_the_end() -> None:
     assert costs.step(1, 1, 0) == pytest.approx(1.1e-3)
 
 
-def test_a_slow_phase_does_not_decide_how_much_longer_many_requests_with_drafts_take() -> None:
+@pytest.mark.parametrize("num_requests", [2, 4, 8, 16])
+def test_a_slow_phase_does_not_decide_how_much_longer_steps_with_drafts_take(num_requests: int) -> None:
     """Here their runs of the first round take twice as long; then they take turns with those without drafts."""
     runner = FakeRunner()
 
     def is_slow(size: StepSize) -> bool:
-        return size.num_requests == 16 and size.num_drafts > 0 and runner.runs.count(size) <= OFTEN + 2
+        is_its = size.num_requests in (num_requests, 2 * num_requests)
+        return is_its and size.num_drafts > 0 and runner.runs.count(size) <= OFTEN + 2
 
     slow_down(runner, is_slow, seconds=0.04)
     costs = StepCosts(LEVELS)
     profile.measure(runner, costs, clock=lambda: runner.now)
-    assert runner.now > 3.0 and costs.step(16, 32, 1) == pytest.approx(1e-3 + 32e-4 + 2e-4)
+    expected = 1e-3 + 2e-4 * num_requests + 2e-4
+    assert runner.now > 3.0 and costs.step(num_requests, 2 * num_requests, 1) == pytest.approx(expected)
+
+
+def test_plain_steps_measured_after_others_settle_first() -> None:
+    """Where sizes are measured again: those without drafts after one with drafts, and those with context."""
+    runner = FakeRunner()
+    alike = [StepSize(2, 0, 0), StepSize(4, 0, 0), StepSize(4, 0, 0, 256), StepSize(2, 1, 1)]
+    found = {size: list[tuple[float, float]]() for size in alike}
+    profile._take_turns(runner, alike, found, lambda: runner.now)
+    few, settled = IN_A_ROW_AGAIN, SETTLING + IN_A_ROW_AGAIN
+    order = [(size, len(list(runs))) for size, runs in itertools.groupby(runner.runs)]
+    assert order == list(zip(alike, [settled, few, settled, few], strict=True)) * ROUNDS_AGAIN
+    assert {len(runs) for runs in found.values()} == {ROUNDS_AGAIN * IN_A_ROW_AGAIN}
 
 
 @pytest.mark.parametrize("slowness", [1.0, 3.0])

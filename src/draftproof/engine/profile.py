@@ -29,6 +29,7 @@ from draftproof.runtime.store import Store
 SECONDS = 2.0  # time limit of a profile; the indispensable sizes are run once even beyond it
 SECONDS_AGAIN = 0.5  # time limit of measuring some sizes again; the last round ends beyond it
 ROUNDS, IN_A_ROW = 4, 4  # rounds over all sizes; runs of a size in a row, as in serving
+ROUNDS_AGAIN, IN_A_ROW_AGAIN = 8, 2  # the same for sizes that are measured again
 # Runs before those, which bring into the caches what such steps read. The keys: of 4 requests with 200 tokens each the
 # first four steps took 2.0 ms, all later ones 1.75. The target's weights, where other steps' drafter took their place:
 # plain steps of one request after some with drafts took 1.8, 1.7, 1.6, 1.5 ms, later ones 1.45.
@@ -50,7 +51,7 @@ PROMPT_ROWS, PROMPT_RUNS = 64, 2
 # long drafts of many requests take. Extrapolated from 192 rows, 1,088 took 57 ms instead of 74. And how often each.
 LARGEST_SECONDS, LARGEST_RUNS = 0.1, 3
 MOST_SPREAD = 1.3  # with a larger `StepCosts.spread` other programs have disturbed the profile
-VERSION = 21  # of what is measured: profiles of other versions are not used
+VERSION = 22  # of what is measured: profiles of other versions are not used
 LEVELS = (1, 2, 3, 5, 8, 12, 16, 24, 32, 48, 64)
 CAPTURED_LEVELS = (1, 3, 5, 8, 16, 32, 64)  # fewer, since each is a graph for every number of requests
 
@@ -145,7 +146,9 @@ def measure(runner: Measured, costs: StepCosts, clock: Callable[[], float] = tim
     Time is often up after one round, in which a slow phase may have slowed only some of the sizes that are compared.
     So those of the fewest requests, which came first, before clock and caches had settled, take turns again at the
     end, and so do those of the most, from which times of larger ones are extrapolated. Example: 192 rows seemed to
-    take 16 ms and 64 rows 3.7, and steps with 16 drafts for each of 64 requests were not tried; they take 11.
+    take 16 ms and 64 rows 3.7, and steps with 16 drafts for each of 64 requests were not tried; they take 11. And so
+    do the first of all others. Example: in twelve profiles one draft for each of four requests of a small model took
+    1.3 to 2.1 plain steps.
     """
     found: dict[StepSize, list[tuple[float, float]]] = {}
     sizes, end = list(_sizes(runner, costs.levels)), clock() + SECONDS
@@ -160,16 +163,8 @@ def measure(runner: Measured, costs: StepCosts, clock: Callable[[], float] = tim
             num_runs = max(_num_settling(size) + IN_A_ROW, prepared + 2)
             runs = [runner.measure(size) for _ in range(num_runs)]
             found.setdefault(size, []).extend(runs[prepared:])
-    for num_requests in sorted({sizes[0].num_requests, sizes[-1].num_requests}):
-        alike = [size for size in found if size.num_requests == num_requests]
-        expected = sum(sum(_usual(found[size])) * (_num_settling(size) + IN_A_ROW) for size in alike)
-        is_long = num_requests > sizes[0].num_requests and expected > SECONDS_AGAIN
-        end = clock() + SECONDS_AGAIN
-        for _ in range(ROUNDS if not is_long else 0):
-            if clock() <= end:  # all of them or none: none is to have an advantage
-                for size in alike:
-                    runs = [runner.measure(size) for _ in range(_num_settling(size) + IN_A_ROW)]
-                    found[size] += runs[-IN_A_ROW:]
+    for alike in _compared(found, captured=bool(runner.buckets)):
+        _take_turns(runner, alike, found, clock)
     for size in _larger(found, costs.levels) if not runner.buckets else ():
         found[size] = [runner.measure(size) for _ in range(LARGEST_RUNS)]
     num_rows = min(PROMPT_ROWS, runner.max_model_len // 2)
@@ -177,6 +172,45 @@ def measure(runner: Measured, costs: StepCosts, clock: Callable[[], float] = tim
     costs.prompt_row_seconds = min(shown) / num_rows
     _take({size: _usual(runs) for size, runs in found.items()}, runner, costs)
     costs.spread = statistics.median(map(_spread, found.values()))
+
+
+def _take_turns(
+    runner: Measured,
+    alike: Sequence[StepSize],
+    found: dict[StepSize, list[tuple[float, float]]],
+    clock: Callable[[], float],
+) -> None:
+    """Measure these sizes again, in turns: all of them or none, so that none has an advantage."""
+    end = clock() + SECONDS_AGAIN
+    for _ in range(ROUNDS_AGAIN):
+        if clock() > end:
+            return
+        had_drafts = True
+        for size in alike:
+            is_settled = not (size.context or had_drafts)
+            num_settling = 0 if is_settled else _num_settling(size)
+            runs = [runner.measure(size) for _ in range(num_settling + IN_A_ROW_AGAIN)]
+            found[size] += runs[-IN_A_ROW_AGAIN:]
+            had_drafts = size.num_drafts > 0
+
+
+def _compared(
+    found: Mapping[StepSize, Sequence[tuple[float, float]]], *, captured: bool
+) -> Iterator[list[StepSize]]:
+    """Sizes to be measured again, those together that are compared: all of the fewest requests; where steps are not
+    captured those of other numbers without drafts and with the fewest, which decide whether drafts pay; and all of the
+    most, unless these take long."""
+    numbers = sorted({size.num_requests for size in found})
+    fewest, most = numbers[0], numbers[-1]
+    yield [size for size in found if size.num_requests == fewest]
+    between = [size for size in found if fewest < size.num_requests < most]
+    if between and not captured:
+        few = sorted({size.num_drafts for size in between})[:2]
+        yield sorted((size for size in between if size.num_drafts in few), key=lambda size: size.num_drafts)
+    alike = [size for size in found if size.num_requests == most]
+    expected = sum(sum(_usual(found[size])) * (_num_settling(size) + IN_A_ROW) for size in alike)
+    if fewest < most and expected <= SECONDS_AGAIN:
+        yield alike
 
 
 def _larger(
