@@ -132,7 +132,7 @@ class Recorder(FixedPolicy):
         return 0
 
     def will_draft(
-        self, request: Progress, num_others: int, num_lost: int = 0, num_undrafted: int = 0
+        self, request: Progress, num_others: int, num_lost: int = 0, num_decoding: int = 0
     ) -> bool:
         return True
 

@@ -144,7 +144,7 @@ class Always(ChainPolicy):
         return [16] * len(chosen)
 
     def will_draft(
-        self, request: Progress, num_others: int, num_lost: int = 0, num_undrafted: int = 0
+        self, request: Progress, num_others: int, num_lost: int = 0, num_decoding: int = 0
     ) -> bool:
         return True
 
@@ -253,7 +253,7 @@ class OnlyLookups(Always):
         return [16] * len(asked)
 
     def will_draft(
-        self, request: Progress, num_others: int, num_lost: int = 0, num_undrafted: int = 0
+        self, request: Progress, num_others: int, num_lost: int = 0, num_decoding: int = 0
     ) -> bool:
         return False
 

@@ -520,7 +520,7 @@ class Chosen(FixedPolicy):
         return 0
 
     def will_draft(
-        self, request: Progress, num_others: int, num_lost: int = 0, num_undrafted: int = 0
+        self, request: Progress, num_others: int, num_lost: int = 0, num_decoding: int = 0
     ) -> bool:
         return self.drafts_at_start
 
@@ -734,7 +734,7 @@ def test_rounds_that_the_limit_leaves_no_drafts_say_nothing_of_the_drafter() -> 
 def test_who_waits_counts_among_those_who_will_decode_soon() -> None:
     engine, told = core(FakeRunner(3), slots=4), []
 
-    def will_draft(request: Progress, num_others: int, num_lost: int = 0, num_undrafted: int = 0) -> bool:
+    def will_draft(request: Progress, num_others: int, num_lost: int = 0, num_decoding: int = 0) -> bool:
         told.append(num_others)
         return True
 

@@ -156,20 +156,43 @@ def test_one_requests_steps_are_measured_again_at_the_end() -> None:
     assert costs.step(1, 1, 0) == pytest.approx(1.1e-3)
 
 
-@pytest.mark.parametrize("num_requests", [2, 4, 8, 16])
-def test_a_slow_phase_does_not_decide_how_much_longer_steps_with_drafts_take(num_requests: int) -> None:
+def test_a_slow_phase_does_not_decide_how_much_longer_many_requests_with_drafts_take() -> None:
     """Here their runs of the first round take twice as long; then they take turns with those without drafts."""
     runner = FakeRunner()
 
     def is_slow(size: StepSize) -> bool:
-        is_its = size.num_requests in (num_requests, 2 * num_requests)
-        return is_its and size.num_drafts > 0 and runner.runs.count(size) <= OFTEN + 2
+        return size.num_requests == 16 and size.num_drafts > 0 and runner.runs.count(size) <= OFTEN + 2
 
     slow_down(runner, is_slow, seconds=0.04)
     costs = StepCosts(LEVELS)
     profile.measure(runner, costs, clock=lambda: runner.now)
-    expected = 1e-3 + 2e-4 * num_requests + 2e-4
-    assert runner.now > 3.0 and costs.step(num_requests, 2 * num_requests, 1) == pytest.approx(expected)
+    assert runner.now > 3.0 and costs.step(16, 32, 1) == pytest.approx(1e-3 + 32e-4 + 2e-4)
+
+
+@pytest.mark.parametrize("seconds", [0.004, 0.04])
+@pytest.mark.parametrize("captured", [False, True])
+def test_sizes_that_decide_whether_drafts_pay_are_measured_again(captured: bool, seconds: float) -> None:
+    """`seconds`: of each run. Those between come without drafts first, so that they need not settle each; whoever takes
+    too long is left out."""
+    few = [StepSize(2, 0, 0), StepSize(4, 0, 0), StepSize(4, 0, 0, 256), StepSize(4, 1, 1), StepSize(8, 1, 1)]
+    others = [StepSize(2, 3, 3), StepSize(4, 5, 5), StepSize(4, 5, 5, 256)]
+    one, most = (
+        [StepSize(1, 0, 0), StepSize(1, 5, 5)],
+        [StepSize(16, 0, 0), StepSize(16, 1, 1), StepSize(16, 5, 5)],
+    )
+    found = {size: [(seconds, 0.0)] for size in [*one, few[3], *others, *few, *most]}
+    compared = list(profile._compared(found, LEVELS[1:2], captured=captured))
+    assert compared[0] == one and compared[-1] == most
+    assert [set(alike) for alike in compared[1:-1]] == ([set(few)] if not captured and seconds < 0.01 else [])
+    for alike in compared[1:-1]:
+        assert [size.num_drafts for size in alike] == [0, 0, 0, 1, 1]
+
+
+def test_of_requests_measured_with_the_most_drafts_alone_only_plain_steps_take_turns() -> None:
+    """Where time was up after the indispensable sizes."""
+    plain, dear = StepSize(4, 0, 0), StepSize(4, 5, 5)
+    found = {size: [(1e-3, 0.0)] for size in (StepSize(1, 0, 0), plain, dear, StepSize(16, 0, 0))}
+    assert list(profile._compared(found, LEVELS[1:2], captured=False))[1] == [plain]
 
 
 def test_plain_steps_measured_after_others_settle_first() -> None:

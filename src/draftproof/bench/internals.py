@@ -350,7 +350,7 @@ class AskingAnyway(AutoPolicy):
         return [self.costs.levels[-1] if self.num_asked is None else self.num_asked] * len(asked)
 
     def will_draft(
-        self, request: Progress, num_others: int, num_lost: int = 0, num_undrafted: int = 0
+        self, request: Progress, num_others: int, num_lost: int = 0, num_decoding: int = 0
     ) -> bool:
         return self.num_asked != 0
 

@@ -81,7 +81,7 @@ class AcceptanceRecord(Outcomes):
     """One request's recent rounds, expected by the pool's estimates, and how often the drafter was `asked` for drafts
     and had some (`given`). `last_asked`, `last_given`: the last time. `ratio`: the request's odds of acceptance
     relative to the pool's, as last estimated. `num_reports`: how often the policy's `learn` was told of its rounds.
-    `is_tried`: it has drafts only to find out whether they pay, see `exploring.py`."""
+    `trial`: number of the trial in which it takes part, see `exploring.py`."""
 
     asked: float = 0.0
     given: float = 0.0
@@ -89,7 +89,7 @@ class AcceptanceRecord(Outcomes):
     last_given: int = 0
     ratio: float = 1.0
     num_reports: int = 0
-    is_tried: bool = False
+    trial: int = 0
 
     @property
     def shift(self) -> float:
@@ -258,9 +258,11 @@ class Acceptance:
     def _opening_odds(self) -> int:
         return 0 if self.opening is None else self.opening.odds(ODDS_STEP)
 
-    def hoped(self, its_class: RequestClass) -> RequestClass:
-        """This class, if drafts are right as often as may be hoped by what little is known of them."""
-        return its_class._replace(odds=its_class.odds + round(HOPED * self.accepted.doubt))
+    @property
+    def hope(self) -> int:
+        """How much higher the odds may be than expected, by what little is known of them: an exponent of `ODDS_STEP`.
+        0 once enough is known."""
+        return round(HOPED * self.accepted.doubt)
 
     def share_of(self, record: AcceptanceRecord) -> float:
         """Share of a request's rounds that have drafts when asked for."""

@@ -24,7 +24,7 @@ from draftproof.engine.kept_choice import (
     Kept,
     ReadyChoice,
 )
-from draftproof.engine.opening import is_early
+from draftproof.engine.opening import SHORT, is_early
 from draftproof.engine.policy import Parts
 from draftproof.engine.probes import NUM_SETTLING, Probes
 from draftproof.engine.progress import Progress, Round
@@ -57,9 +57,10 @@ MORE_OFTEN = 2.0
 # Least gain for which a drafter is shown a prompt, over what that takes: if the savings allow it or acceptance is well
 # known, and at the start. The price is paid for sure, and what is expected of a request may not come.
 WORTH_SHOWING, SURELY_WORTH = 1.25, 3.0
-# A drafter that rests is tried with new requests if at most so many of those that decode do so without it. Such a trial
-# may lose this share of an output's plain steps beyond what is expected: predictions are off by a few per cent.
-MOST_UNDRAFTED, DOUBTED_LOSS = 0.25, 0.02
+# A drafter that rests is tried with new requests only if at most this share of those that will soon decode together
+# decode already. Such a trial may lose this share of an output's plain steps beyond what is expected: predictions are
+# off by a few per cent.
+MOST_DECODING, DOUBTED_LOSS = 0.25, 0.02
 MOST_TOKENS = 256  # output length that a new request is expected to have at most: limits are seldom reached
 
 _Seconds = Callable[[int, int], float]  # takes the rows and drafts of a step
@@ -220,7 +221,7 @@ class AutoPolicy:
     def _next(self, asked: list[Progress], num_others: int, before: Kept | None) -> Kept:
         """The choice to keep from now on, instead of the one `before` or passed on from it."""
         is_new = not num_others and self._are_new(asked, before)
-        if is_new and not any(request.records[self.number].is_tried for request in asked):
+        if is_new and not self._num_tried(asked):
             ready = self._made_ready(len(asked))
             if ready is not None:  # reports wait for the next choice, which is made while a step runs
                 if before is not None and self._passes_on(before, asked, ready):
@@ -309,16 +310,8 @@ class AutoPolicy:
             self._make_ready(self._ready.num_requests)
 
     def _make_ready(self, num_requests: int) -> DraftChoice:
-        its_class = self._unknown(num_requests)
-        choice, tried = self._best_for(its_class, num_requests), None
-        if not (choice.num_drafts or self.is_lookup):
-            tried = self._best_for(self.acceptance.hoped(its_class), num_requests)
-            tokens = self.chooser.class_tokens(its_class, num_requests)
-            each = tokens[max(tried.num_drafts.values(), default=0)]
-            tried = tried._replace(tokens=num_requests * each)
-        self._ready = ReadyChoice(
-            num_requests, choice, self._num_taken, self.acceptance.share, self.savings, tried
-        )
+        choice = self._best_for(self._unknown(num_requests), num_requests)
+        self._ready = ReadyChoice(num_requests, choice, self._num_taken, self.acceptance.share, self.savings)
         return choice
 
     def _best_for(self, its_class: RequestClass, num_requests: int) -> DraftChoice:
@@ -350,27 +343,41 @@ class AutoPolicy:
         level = 0
         if before is not None and num_seen >= LEAST_LEFT * len(asked):
             level = max(before.num_drafts, default=0)
-        num_tried = sum(request.records[self.number].is_tried for request in asked)
+        num_tried = self._num_tried(asked)
         num_begun = sum(are_early) if level else 0
-        may_lose = max(num_begun, num_tried) > len(asked) / 2
-        worth = self._least_speedup(len(asked) / (len(asked) + num_others), may_lose=may_lose)
+        worth = self._least_speedup(asked, num_others, num_begun, num_tried)
         choice = self.chooser.best(Counter(classes), num_others, context, stake, worth, level)
         if num_tried and not choice.num_drafts:
-            self._exploring.end()
+            self._exploring.lose(num_tried)
         return self._kept_for(asked, num_others, classes, choice, is_first=is_first)
 
     def _class_of(self, request: Progress, *, is_early: bool) -> RequestClass:
-        """The class of a request; of one that is part of a trial with the odds that may be hoped for."""
+        """The class of a request; of one that takes part in a trial with the odds that may be hoped for."""
         record = request.records[self.number]
         its_class = self.acceptance.class_of(record, is_early=is_early)
-        return self.acceptance.hoped(its_class) if record.is_tried else its_class
+        if not self._exploring.is_tried(record):
+            return its_class
+        return its_class._replace(odds=its_class.odds + self.acceptance.hope)
 
-    def _least_speedup(self, share: float, *, may_lose: bool) -> float:
-        """Least speed-up of a step at which requests get drafts that are this share of its requests. A model's go on if
-        they have paid, or if they `may_lose`: most requests are at their beginning and had some in the last step, or
-        are part of a trial."""
-        may_lose = not self.is_lookup and (may_lose or self.savings >= EARNED)
-        return 1.0 - share * (1.0 - WORTH_GOING_ON) if may_lose else WORTH_IT
+    def _num_tried(self, asked: Sequence[Progress]) -> int:
+        """How many of these take part in a trial."""
+        if not self._exploring.is_running:
+            return 0
+        return sum(self._exploring.is_tried(request.records[self.number]) for request in asked)
+
+    def _least_speedup(
+        self, asked: Sequence[Progress], num_others: int, num_begun: int, num_tried: int
+    ) -> float:
+        """Least speed-up of a step at which these requests get drafts, `num_begun` of which are at their beginning and
+        had some in the last step. A model's drafts go on if they have paid, or while most are at their beginning. In a
+        trial they may lose as much while there is hope; then nothing, since the prompts are already shown."""
+        if self.is_lookup:
+            return WORTH_IT
+        is_hoped = 2 * num_tried > len(asked) and self.acceptance.hope > 0
+        if is_hoped or 2 * num_begun > len(asked) or self.savings >= EARNED:
+            share = len(asked) / (len(asked) + num_others)
+            return 1.0 - share * (1.0 - WORTH_GOING_ON)
+        return 1.0 if 2 * num_tried > len(asked) else WORTH_IT
 
     def _kept_for(
         self,
@@ -480,38 +487,70 @@ class AutoPolicy:
         return kept.prices.at(len(kept.asked) + kept.num_others)
 
     def will_draft(
-        self, request: Progress, num_others: int, num_lost: int = 0, num_undrafted: int = 0
+        self, request: Progress, num_others: int, num_lost: int = 0, num_decoding: int = 0
     ) -> bool:
-        record = request.records[self.number]
-        if self._exploring.join(record):
-            return True
+        if self._exploring.is_tried(request.records[self.number]):
+            return True  # asked again, since its prompt takes several steps
         num_requests = 1 + num_others  # all assumed to be like this one
         choice = self._made_ready(num_requests)
         if choice is None:
             self._settle()
             choice = self._make_ready(num_requests)
-        tried = self._ready.tried if self._ready is not None else None
-        best = choice if choice.num_drafts else tried
-        if best is None or not best.num_drafts:
-            return False
-        plain = best.plain_seconds
-        num_tokens = min(MOST_TOKENS, request.spec.limit - len(request.tokens))
-        saved = num_tokens * (plain / num_requests - best.seconds / best.tokens)
+        plain = choice.plain_seconds
         shown = (len(request.tokens) - request.num_computed) * self.costs.prompt_row_seconds
         price = shown + num_lost * self.costs.target_row_seconds
-        to_spend = (self.savings - ALLOWANCE) * plain
+        saved = self._num_tokens(request) * (plain / num_requests - choice.seconds / choice.tokens)
         if choice.num_drafts:
-            doubt = 0.0 if num_requests * price < to_spend else self.acceptance.accepted.doubt
+            is_affordable = num_requests * price < (self.savings - ALLOWANCE) * plain
+            doubt = 0.0 if is_affordable else self.acceptance.accepted.doubt
             if saved > price * (WORTH_SHOWING + doubt * (SURELY_WORTH - WORTH_SHOWING)):
                 self._exploring.end(pays=True)
                 return True
-            if saved > 0:
-                self.costs.doubt_prompts()
-        if num_undrafted > MOST_UNDRAFTED * num_requests:
+        if self._tries(request, num_requests, num_decoding, price / plain):
+            return True
+        if saved > 0:
+            self.costs.doubt_prompts()
+        return False
+
+    def _tries(self, request: Progress, num_requests: int, num_decoding: int, price: float) -> bool:
+        """Whether a new request takes part in a trial, which may begin with it. `price`: plain steps that showing its
+        prompt takes."""
+        record = request.records[self.number]
+        if self._exploring.join(record, request.arrival, price):
+            return True
+        is_due = not self.is_lookup and self.acceptance.hope > 0 and self.savings > ALLOWANCE
+        if not is_due or num_decoding > MOST_DECODING * num_requests or request.most_outputs <= SHORT:
             return False
-        to_lose = max(price, price - saved) * num_requests / plain + DOUBTED_LOSS * num_tokens
-        self._exploring.begin(num_requests, to_lose, to_spend / plain, MOST_SAVED - ALLOWANCE)
-        return self._exploring.join(record)
+        hoped = self._hoped(num_requests)
+        if not hoped.num_drafts:
+            return False
+        # from here on for all requests
+        length, price = hoped.seconds / hoped.plain_seconds, num_requests * price
+        (num_drafts,) = hoped.num_drafts.values()
+        expected = self.chooser.class_tokens(self._unknown(num_requests), num_requests)[num_drafts]
+        num_tokens = self._num_tokens(request)
+        if num_tokens * (1.0 - length * num_requests / hoped.tokens) <= WORTH_SHOWING * price:
+            return False
+        to_lose = price + max(0.0, num_tokens * (length / expected - 1.0)) + DOUBTED_LOSS * num_tokens
+        to_spend = self.savings - ALLOWANCE
+        num_new = num_requests - num_decoding
+        self._exploring.begin(num_new, request.arrival, to_lose, to_spend, MOST_SAVED - ALLOWANCE)
+        return self._exploring.join(record, request.arrival, price / num_requests)
+
+    def _hoped(self, num_requests: int) -> DraftChoice:
+        """The choice for so many new requests if drafts are right as often as may be hoped."""
+        ready = self._ready
+        assert ready is not None and ready.num_requests == num_requests
+        if ready.hoped is None:
+            its_class = self._unknown(num_requests)
+            hoped = its_class._replace(odds=its_class.odds + self.acceptance.hope)
+            ready.hoped = self._best_for(hoped, num_requests)
+        return ready.hoped
+
+    @staticmethod
+    def _num_tokens(request: Progress) -> int:
+        """Tokens that a new request is expected to have."""
+        return min(MOST_TOKENS, request.spec.limit - len(request.tokens))
 
     def predict(self, num_requests: int, context: int = 0, num_tokens: float = math.inf) -> Prediction:
         """The expected speed-up for `num_requests` new requests with `context` tokens in all, until the first of them

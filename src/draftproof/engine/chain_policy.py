@@ -91,9 +91,9 @@ class ChainPolicy:
         return self.lookups.price()._replace(of_draft=of_models.of_draft, of_row=of_models.of_row)
 
     def will_draft(
-        self, request: Progress, num_others: int, num_lost: int = 0, num_undrafted: int = 0
+        self, request: Progress, num_others: int, num_lost: int = 0, num_decoding: int = 0
     ) -> bool:
-        return self.models.will_draft(request, num_others, num_lost, num_undrafted)
+        return self.models.will_draft(request, num_others, num_lost, num_decoding)
 
     def proposed(self, request: Progress, num_asked: int, num_drafts: int, *, is_model: bool) -> None:
         (self.models if is_model else self.lookups).proposed(

@@ -258,8 +258,10 @@ class Drafting:
         it; `num_lost`: cached tokens that the target would have to recompute for that."""
         if not self._runner.num_drafts or self._is_off or request.spec.most_drafts == 0:
             return False
-        num_undrafted = sum([not other.can_draft for other in self._scheduler.running])
-        return self.policy.will_draft(request, self._scheduler.num_soon - 1, num_lost, num_undrafted)
+        num_decoding = sum(
+            [other.num_outputs > 0 for other in self._scheduler.running if other is not request]
+        )
+        return self.policy.will_draft(request, self._scheduler.num_soon - 1, num_lost, num_decoding)
 
     def tell_rounds(self, request: Progress, *, at_once: bool) -> None:
         """Report to the policy what a request's last rounds have shown: a few together, if not `at_once`."""

@@ -178,15 +178,15 @@ class Kept:
             self.is_over = True
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ReadyChoice:
     """A choice for `num_requests` new requests, made when `num_taken` reports and steps had been taken in, `share` was
-    known, as in `Kept`, and so much was saved. `tried`: if it has no drafts, what would be chosen if these were
-    right as often as may be hoped."""
+    known, as in `Kept`, and so much was saved. `hoped`: what would be chosen if drafts were right as often as may be
+    hoped; None until somebody asks."""
 
     num_requests: int
     choice: DraftChoice
     num_taken: int
     share: float = 1.0
     savings: float = 0.0
-    tried: DraftChoice | None = None
+    hoped: DraftChoice | None = None

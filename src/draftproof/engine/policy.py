@@ -72,10 +72,10 @@ class Policy(Protocol):
         ...
 
     def will_draft(
-        self, request: Progress, num_others: int, num_lost: int = 0, num_undrafted: int = 0
+        self, request: Progress, num_others: int, num_lost: int = 0, num_decoding: int = 0
     ) -> bool:
         """Whether drafts for a new request beside `num_others` others would be worth showing its prompt to the drafter,
-        for which the target must recompute `num_lost` cached tokens. `num_undrafted` of the others cannot draft."""
+        for which the target must recompute `num_lost` cached tokens. `num_decoding` of the others decode already."""
         ...
 
     def proposed(self, request: Progress, num_asked: int, num_drafts: int, *, is_model: bool) -> None:
@@ -149,7 +149,7 @@ class FixedPolicy:
         return RowPrice()
 
     def will_draft(
-        self, request: Progress, num_others: int, num_lost: int = 0, num_undrafted: int = 0
+        self, request: Progress, num_others: int, num_lost: int = 0, num_decoding: int = 0
     ) -> bool:
         return self._num_drafts > 0
 

@@ -163,7 +163,7 @@ def measure(runner: Measured, costs: StepCosts, clock: Callable[[], float] = tim
             num_runs = max(_num_settling(size) + IN_A_ROW, prepared + 2)
             runs = [runner.measure(size) for _ in range(num_runs)]
             found.setdefault(size, []).extend(runs[prepared:])
-    for alike in _compared(found, captured=bool(runner.buckets)):
+    for alike in _compared(found, costs.levels[1:2], captured=bool(runner.buckets)):
         _take_turns(runner, alike, found, clock)
     for size in _larger(found, costs.levels) if not runner.buckets else ():
         found[size] = [runner.measure(size) for _ in range(LARGEST_RUNS)]
@@ -195,21 +195,25 @@ def _take_turns(
 
 
 def _compared(
-    found: Mapping[StepSize, Sequence[tuple[float, float]]], *, captured: bool
+    found: Mapping[StepSize, Sequence[tuple[float, float]]], fewest_drafts: Sequence[int], *, captured: bool
 ) -> Iterator[list[StepSize]]:
-    """Sizes to be measured again, those together that are compared: all of the fewest requests; where steps are not
-    captured those of other numbers without drafts and with the fewest, which decide whether drafts pay; and all of the
-    most, unless these take long."""
+    """Sizes to be measured again, those together that are compared: all of the fewest requests; and unless they take
+    long those of other numbers without drafts and with the fewest, which decide whether drafts pay, where steps are not
+    captured, and all of the most."""
+
+    def is_short(sizes: Sequence[StepSize]) -> bool:
+        runs = {size: _num_settling(size) + IN_A_ROW_AGAIN for size in sizes}
+        return sum(sum(_usual(found[size])) * number for size, number in runs.items()) <= SECONDS_AGAIN
+
     numbers = sorted({size.num_requests for size in found})
     fewest, most = numbers[0], numbers[-1]
     yield [size for size in found if size.num_requests == fewest]
     between = [size for size in found if fewest < size.num_requests < most]
-    if between and not captured:
-        few = sorted({size.num_drafts for size in between})[:2]
-        yield sorted((size for size in between if size.num_drafts in few), key=lambda size: size.num_drafts)
+    few = [size for size in between if size.num_drafts in (0, *fewest_drafts)]
+    if not captured and is_short(few):
+        yield sorted(few, key=lambda size: size.num_drafts)
     alike = [size for size in found if size.num_requests == most]
-    expected = sum(sum(_usual(found[size])) * (_num_settling(size) + IN_A_ROW) for size in alike)
-    if fewest < most and expected <= SECONDS_AGAIN:
+    if fewest < most and is_short(alike):
         yield alike
 
 
