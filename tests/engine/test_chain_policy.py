@@ -12,12 +12,12 @@ from draftproof import LLM, SamplingParams, assets
 from draftproof.bench import internals
 from draftproof.drafters.suffix import SuffixDrafter
 from draftproof.engine.acceptance import Acceptance
-from draftproof.engine.auto_policy import INCOME, MOST_SAVED
 from draftproof.engine.chain_policy import ChainPolicy
 from draftproof.engine.costs import DraftCosts, StepOutcome
 from draftproof.engine.interface import StepInput
 from draftproof.engine.keeping import LEARNED_EVERY, MANY
 from draftproof.engine.kept_choice import PLAIN_EVERY
+from draftproof.engine.ledger import INCOME, MOST_SAVED
 from draftproof.engine.opening import NUM_OPENING
 from draftproof.engine.policy import Parts
 from draftproof.engine.progress import Progress, Round
@@ -99,7 +99,8 @@ def test_a_step_is_that_of_the_models_if_they_draft(of_models: int) -> None:
     heard = list[tuple[str, StepOutcome]]()
     for name in ("lookups", "models"):
         part = getattr(its, name)
-        setattr(its, name, Hearing(part.costs, part.acceptance, savings=savings, name=name, heard=heard))
+        setattr(its, name, Hearing(part.costs, part.acceptance, name=name, heard=heard))
+        getattr(its, name).savings = savings
     its.finished(a_step(9, 8))
     assert heard == [("models", a_step(9, 3)) if of_models else ("lookups", a_step(9, 8))]
     rested = its.lookups if of_models else its.models

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from draftproof.engine.acceptance import HOPED, Acceptance, AcceptanceRecord
-from draftproof.engine.auto_policy import ALLOWANCE, DOUBTED_LOSS, MOST_DECODING, WORTH_SHOWING, AutoPolicy
+from draftproof.engine.auto_policy import DOUBTED_LOSS, MOST_DECODING, WORTH_SHOWING, AutoPolicy
 from draftproof.engine.costs import StepOutcome
 from draftproof.engine.draft_choice import WORTH_GOING_ON, WORTH_IT
 from draftproof.engine.exploring import DEARER, DEAREST, Exploring
+from draftproof.engine.ledger import ALLOWANCE
 from draftproof.engine.opening import SHORT
 from draftproof.engine.progress import Progress
 from tests.engine.test_policy import policy

@@ -14,8 +14,9 @@ from draftproof.engine.acceptance import (
     RequestClass,
     acceptance_of,
 )
-from draftproof.engine.auto_policy import EARNED, MOST_SAVED, AutoPolicy
+from draftproof.engine.auto_policy import AutoPolicy
 from draftproof.engine.draft_choice import WORTH_GOING_ON
+from draftproof.engine.ledger import EARNED, MOST_SAVED
 from draftproof.engine.opening import NUM_OPENING, SHORT, Opening, is_early, raised
 from draftproof.engine.progress import Progress
 from tests.engine.test_policy import costs, request

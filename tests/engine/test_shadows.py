@@ -12,16 +12,12 @@ import pytest
 
 from draftproof import LLM, SamplingParams, assets
 from draftproof.engine.acceptance import Acceptance, AcceptanceRecord
-from draftproof.engine.auto_policy import (
-    ALLOWANCE,
-    MOST_SAVED,
-    STAKE,
-    AutoPolicy,
-)
+from draftproof.engine.auto_policy import AutoPolicy
 from draftproof.engine.costs import DraftCosts, StepCosts, StepOutcome
 from draftproof.engine.drafting import COMPARED_EVERY
 from draftproof.engine.keeping import OBSERVED_EVERY
 from draftproof.engine.kept_choice import PLAIN_EVERY, ROUNDS_KEPT
+from draftproof.engine.ledger import ALLOWANCE, MOST_SAVED, STAKE
 from draftproof.engine.policy import FixedPolicy
 from draftproof.engine.progress import Progress
 from draftproof.engine.shadow_turns import (

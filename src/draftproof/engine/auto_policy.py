@@ -15,7 +15,7 @@ from draftproof.engine.costs import StepCosts, StepOutcome
 from draftproof.engine.draft_choice import RISKED_ON_MANY, WORTH_GOING_ON, WORTH_IT, Chooser, DraftChoice
 from draftproof.engine.exploring import Exploring
 from draftproof.engine.interface import RowPrice
-from draftproof.engine.keeping import OBSERVED_EVERY, Keeping
+from draftproof.engine.keeping import Keeping
 from draftproof.engine.kept_choice import (
     LEAST_LEFT,
     PLAIN_EVERY,
@@ -23,6 +23,14 @@ from draftproof.engine.kept_choice import (
     ROUNDS_KEPT,
     Kept,
     ReadyChoice,
+)
+from draftproof.engine.ledger import (
+    ALLOWANCE,
+    CONTEXT_STEP,
+    EARNED,
+    LOOKUP_ALLOWANCE,
+    MOST_SAVED,
+    Ledger,
 )
 from draftproof.engine.opening import SHORT, is_early
 from draftproof.engine.policy import Parts
@@ -33,15 +41,6 @@ from draftproof.engine.shadow_turns import ShadowTurns
 from draftproof.engine.shadows import Comparison
 from draftproof.metrics import Prediction
 
-# What exploring may lose, in plain steps: the budget at the start, what each `PLAIN_EVERY` without drafts add to it,
-# its maximum, and the part of it that one step may risk.
-ALLOWANCE = 2.0
-INCOME = 0.08
-MOST_SAVED = 30.0
-STAKE = 0.6
-LOOKUP_ALLOWANCE = 1.0  # the budget of lookups at the start: of their drafts comparisons tell as well
-EARNED = 10.0  # savings from which drafts are believed to pay
-CONTEXT_STEP = 256  # tokens of each request within which steps count as equally long, relative to plain ones
 MOST_WAITING = 512  # reports that wait to be taken in, at most: nothing is chosen while no request can draft
 MOST_STEPS = 16  # the same for steps: while no request can draft they come in, too
 MOST_STEPS_KEPT = 256  # steps after which a choice is made again, whatever became of its drafts
@@ -63,8 +62,6 @@ WORTH_SHOWING, SURELY_WORTH = 1.25, 3.0
 MOST_DECODING, DOUBTED_LOSS = 0.25, 0.02
 MOST_TOKENS = 256  # output length that a new request is expected to have at most: limits are seldom reached
 
-_Seconds = Callable[[int, int], float]  # takes the rows and drafts of a step
-
 
 @dataclass(slots=True)
 class AutoPolicy:
@@ -85,8 +82,8 @@ class AutoPolicy:
     is_cut: bool = False  # the drafter, a lookup, itself ends proposals where they do not pay
     stops: bool = False  # the drafter makes no drafts where going on does not pay, see `RowPrice`
     number: int = 0  # which of a request's `records` is this policy's
-    savings: float = ALLOWANCE
     chooser: Chooser = field(init=False)
+    ledger: Ledger = field(init=False)
     _probes: Probes = field(init=False)
     _shadow_turns: ShadowTurns = field(default_factory=ShadowTurns)
     _exploring: Exploring = field(default_factory=Exploring)
@@ -95,10 +92,7 @@ class AutoPolicy:
     _ready: ReadyChoice | None = None
     _gives_less: bool = False  # at some time the drafter had fewer drafts than it was asked for
     _full: Counter[int] = field(default_factory=Counter)  # proposals before that, by number of drafts
-    # by requests and about their context: seconds of plain steps, and of others; see `_longer`
-    _steps_about: dict[tuple[int, int], tuple[float, _Seconds]] = field(default_factory=dict)
     _num_taken: int = 0  # reports and steps that were taken in
-    _num_unobserved: int = 0  # steps since one has corrected the costs
     _was_asked: bool = False  # since a step was last reported
     # reports to be taken in: (method, arguments); and steps, each with the number that it stands for
     _reports: list[tuple[Callable[..., None], tuple[Any, ...]]] = field(default_factory=list)
@@ -107,9 +101,19 @@ class AutoPolicy:
 
     def __post_init__(self) -> None:
         self.chooser = Chooser(self.costs, self.acceptance, self.stops)
+        self.ledger = Ledger(self.costs, self.acceptance, self._shadow_turns)
         if self.is_lookup:
-            self.savings = min(self.savings, LOOKUP_ALLOWANCE)
+            self.savings = LOOKUP_ALLOWANCE
         self._probes = Probes(self.costs, is_seen=not self.is_lookup)
+
+    @property
+    def savings(self) -> float:
+        """What steps with drafts have gained, and what they may lose, in plain steps."""
+        return self.ledger.savings
+
+    @savings.setter
+    def savings(self, savings: float) -> None:
+        self.ledger.savings = savings
 
     @property
     def parts(self) -> Parts | None:
@@ -201,9 +205,9 @@ class AutoPolicy:
     def _may_go_on(self, kept: Kept) -> bool:
         """Whether the savings last for as long again, whatever becomes of the drafts."""
         # the steps that wait have lost as much at most
-        if self._affordable(kept.choice.worst) < kept.longer + self._num_losing(kept) / ROUNDS_KEPT:
+        if self.ledger.affordable(kept.choice.worst) < kept.longer + self._num_losing(kept) / ROUNDS_KEPT:
             self._settle_steps()
-            return self._affordable(kept.choice.worst) >= kept.longer
+            return self.ledger.affordable(kept.choice.worst) >= kept.longer
         return True
 
     def _num_losing(self, kept: Kept) -> int:
@@ -213,10 +217,6 @@ class AutoPolicy:
         return sum(
             number for step, number in self._steps if not step.is_plain and step.tokens_per_request < longest
         )
-
-    def _affordable(self, worst: float) -> float:
-        """For how many times `ROUNDS_KEPT` steps the savings last if no draft is accepted and each loses `worst`."""
-        return (self.savings - ALLOWANCE) / max(ROUNDS_KEPT * worst, 1e-9)
 
     def _next(self, asked: list[Progress], num_others: int, before: Kept | None) -> Kept:
         """The choice to keep from now on, instead of the one `before` or passed on from it."""
@@ -237,7 +237,7 @@ class AutoPolicy:
         self._settle()
         self._let_go()
         kept = self._choice_for(asked, num_others, before)
-        self._steps_about.clear()
+        self.ledger.forget_sizes()
         self._choosing_seconds = time.perf_counter() - start
         if self.is_lookup:  # nobody asks in advance whether a lookup will draft
             if is_new:
@@ -296,7 +296,7 @@ class AutoPolicy:
             and abs(its.opening - expected.opening) <= 1
             for its in choice.num_drafts
         )
-        is_safe = choice.risk <= STAKE * RISKED_ON_MANY * self.savings
+        is_safe = choice.risk <= RISKED_ON_MANY * self.ledger.stake
         most_new = MOST_TAKEN
         if self.is_lookup:
             num_new += num_waiting
@@ -316,7 +316,7 @@ class AutoPolicy:
 
     def _best_for(self, its_class: RequestClass, num_requests: int) -> DraftChoice:
         counts, context = {its_class: num_requests}, self._context(num_requests)
-        return self.chooser.best(counts, 0, context, STAKE * self.savings)
+        return self.chooser.best(counts, 0, context, self.ledger.stake)
 
     def _unknown(self, num_requests: int) -> RequestClass:
         """The class of so many new requests; see `_choice_for`."""
@@ -336,7 +336,7 @@ class AutoPolicy:
         ]
         length = sum(len(request.tokens) for request in asked) / len(asked)  # the others' is not known
         context = round(length * (len(asked) + num_others))
-        stake = STAKE * self.savings
+        stake = self.ledger.stake
         seen = _ids(before)
         num_seen = sum(id(request) in seen for request in asked)
         is_first = num_seen < len(asked)
@@ -396,7 +396,7 @@ class AutoPolicy:
             is_lookup=self.is_lookup,
             is_cut=self.is_cut,
             stops=self._stops(len(asked) + num_others),
-            affordable=self._affordable,
+            affordable=self.ledger.affordable,
             savings=self.savings,
             share=self.acceptance.share,
             choosing_seconds=self._choosing_seconds,
@@ -426,7 +426,7 @@ class AutoPolicy:
         if steps:
             last = steps[-1][0]
             self._length = last.context / last.num_requests
-            self._take_steps(steps)
+            self.ledger.take(steps, self._kept, is_lookup=self.is_lookup)
 
     def _let_go(self) -> None:
         """Drop the kept choice. What is known of requests that got no drafts under it fades."""
@@ -646,7 +646,7 @@ class AutoPolicy:
         self.costs.observe_prompt(num_rows, of_rows)
         if self._ready is not None:  # made for as many requests as will soon decode together
             price = of_rows / self._ready.choice.plain_seconds
-            self.savings = max(min(self.savings, ALLOWANCE), self.savings - price)
+            self.ledger.pay(price)
 
     def finished(self, step: StepOutcome, num_steps: int = 0) -> None:
         """See `Policy`. `num_steps`: for how many a step without drafts stands, if not for `plain_every`."""
@@ -663,65 +663,14 @@ class AutoPolicy:
         if not waits or len(self._steps) >= MOST_STEPS:
             self._settle_steps()
         if kept is not None and not step.is_shadow and (step.is_plain or not kept.is_probe):
-            kept.count_told(STAKE * self.savings, max(1, num_plain) if step.is_plain else 1)
+            kept.count_told(self.ledger.stake, max(1, num_plain) if step.is_plain else 1)
 
     def rested(self, num_steps: int) -> None:
         """So many steps had no drafts of these drafters, whoever else made some; one of them was reported."""
         if not self.is_probing:
-            self._fade(num_steps / PLAIN_EVERY)
-            self._save(INCOME * num_steps / PLAIN_EVERY)
+            self.ledger.rest(num_steps / PLAIN_EVERY)
         if self._kept is not None:
-            self._kept.count_told(STAKE * self.savings)
-
-    def _take_steps(self, steps: Sequence[tuple[StepOutcome, int]]) -> None:
-        """Correct the costs and the savings by these steps."""
-        kept = self._kept
-        resting = [step for step, num_steps in steps if step.is_plain and num_steps and step.is_typical]
-        self.costs.observe_alike(resting)
-        is_resting = kept is None or not kept.choice.num_drafts
-        for step, num_steps in steps:
-            if step.is_plain and num_steps:
-                if step.is_typical:
-                    self._num_unobserved = 0
-                self._fade(num_steps)
-                self._save(INCOME * num_steps)
-                continue
-            if step.is_shadow and is_resting:
-                self.costs.observe_drafting(step)
-                if step.is_typical:
-                    plain = self.costs.plain(step.num_requests, step.context)
-                    self._shadow_turns.took(step.seconds / plain - 1.0)
-                continue
-            self._num_unobserved += num_steps
-            is_known = self.costs.are_well_known(step.num_requests)
-            every = OBSERVED_EVERY * (kept.longer if kept is not None and is_known else 1)
-            is_rare = step.is_plain or step.is_shadow
-            is_due = is_rare or self.savings < ALLOWANCE or self._num_unobserved >= every
-            if is_due and step.is_typical and (self.is_lookup or not step.is_last):
-                self._num_unobserved = 0
-                self.costs.observe(step)
-            if not is_rare:
-                self._save(num_steps * (step.tokens_per_request - self._longer(step)))
-
-    def _fade(self, num_steps: float) -> None:
-        """Let what is known of acceptance fade by steps without drafts: by fewer if drafts are seldom compared, since
-        what those tell is to last."""
-        self.acceptance.fade(num_steps * self._shadow_turns.frequency)
-
-    def _save(self, gained: float) -> None:
-        """Count so many plain steps as gained, or lost."""
-        self.savings = min(MOST_SAVED, max(0.0, self.savings + gained))
-
-    def _longer(self, step: StepOutcome) -> float:
-        """Plain steps that a step of this size takes, in about this context: looked up once until the next choice. By
-        the cost model, not this step's time: a disturbance would have slowed a plain step as well."""
-        about = step.num_requests, step.context // (CONTEXT_STEP * step.num_requests)
-        known = self._steps_about.get(about)
-        if known is None:
-            plain = self.costs.plain(step.num_requests, step.context)
-            known = self._steps_about[about] = plain, self.costs.drafting(step.num_requests, step.context)
-        plain, drafting = known
-        return drafting(step.num_rows, step.num_drafts) / plain
+            self._kept.count_told(self.ledger.stake)
 
     def _are_new(self, asked: Sequence[Progress], before: Kept | None) -> bool:
         """Whether nothing is known of any of these requests, nor waits among the reports."""
