@@ -16,7 +16,7 @@ from draftproof import assets
 from draftproof.engine import profile
 from draftproof.engine.costs import GUESSED_DRAFT, ROW_SIZES, Curve, DraftCosts, StepCosts, levels_of
 from draftproof.engine.interface import StepSize
-from draftproof.engine.profile import IN_A_ROW_AGAIN, ROUNDS_AGAIN, SETTLING
+from draftproof.engine.profile import IN_A_ROW, IN_A_ROW_BETWEEN, ROUNDS, SETTLING
 from draftproof.runtime.graphs import OFTEN
 
 LEVELS = (0, 1, 3, 5)
@@ -169,7 +169,7 @@ def test_a_slow_phase_does_not_decide_how_much_longer_many_requests_with_drafts_
     assert runner.now > 3.0 and costs.step(16, 32, 1) == pytest.approx(1e-3 + 32e-4 + 2e-4)
 
 
-@pytest.mark.parametrize("seconds", [0.004, 0.04])
+@pytest.mark.parametrize("seconds", [0.004, 0.025])
 @pytest.mark.parametrize("captured", [False, True])
 def test_sizes_that_decide_whether_drafts_pay_are_measured_again(captured: bool, seconds: float) -> None:
     """`seconds`: of each run. Those between come without drafts first, so that they need not settle each; whoever takes
@@ -181,7 +181,7 @@ def test_sizes_that_decide_whether_drafts_pay_are_measured_again(captured: bool,
         [StepSize(16, 0, 0), StepSize(16, 1, 1), StepSize(16, 5, 5)],
     )
     found = {size: [(seconds, 0.0)] for size in [*one, few[3], *others, *few, *most]}
-    compared = list(profile._compared(found, LEVELS[1:2], captured=captured))
+    compared = [alike for alike, _ in profile._compared(found, LEVELS[1:2], captured=captured)]
     assert compared[0] == one and compared[-1] == most
     assert [set(alike) for alike in compared[1:-1]] == ([set(few)] if not captured and seconds < 0.01 else [])
     for alike in compared[1:-1]:
@@ -192,7 +192,7 @@ def test_of_requests_measured_with_the_most_drafts_alone_only_plain_steps_take_t
     """Where time was up after the indispensable sizes."""
     plain, dear = StepSize(4, 0, 0), StepSize(4, 5, 5)
     found = {size: [(1e-3, 0.0)] for size in (StepSize(1, 0, 0), plain, dear, StepSize(16, 0, 0))}
-    assert list(profile._compared(found, LEVELS[1:2], captured=False))[1] == [plain]
+    assert list(profile._compared(found, LEVELS[1:2], captured=False))[1] == ([plain], IN_A_ROW_BETWEEN)
 
 
 def test_plain_steps_measured_after_others_settle_first() -> None:
@@ -200,11 +200,11 @@ def test_plain_steps_measured_after_others_settle_first() -> None:
     runner = FakeRunner()
     alike = [StepSize(2, 0, 0), StepSize(4, 0, 0), StepSize(4, 0, 0, 256), StepSize(2, 1, 1)]
     found = {size: list[tuple[float, float]]() for size in alike}
-    profile._take_turns(runner, alike, found, lambda: runner.now)
-    few, settled = IN_A_ROW_AGAIN, SETTLING + IN_A_ROW_AGAIN
+    profile._take_turns(runner, alike, found, 2, lambda: runner.now)
+    num_rounds, settled = ROUNDS * IN_A_ROW // 2, SETTLING + 2
     order = [(size, len(list(runs))) for size, runs in itertools.groupby(runner.runs)]
-    assert order == list(zip(alike, [settled, few, settled, few], strict=True)) * ROUNDS_AGAIN
-    assert {len(runs) for runs in found.values()} == {ROUNDS_AGAIN * IN_A_ROW_AGAIN}
+    assert order == list(zip(alike, [settled, 2, settled, 2], strict=True)) * num_rounds
+    assert {len(runs) for runs in found.values()} == {2 * num_rounds}
 
 
 @pytest.mark.parametrize("slowness", [1.0, 3.0])

@@ -29,7 +29,8 @@ from draftproof.runtime.store import Store
 SECONDS = 2.0  # time limit of a profile; the indispensable sizes are run once even beyond it
 SECONDS_AGAIN = 0.5  # time limit of measuring some sizes again; the last round ends beyond it
 ROUNDS, IN_A_ROW = 4, 4  # rounds over all sizes; runs of a size in a row, as in serving
-ROUNDS_AGAIN, IN_A_ROW_AGAIN = 8, 2  # the same for sizes that are measured again
+# Fewer in a row of several numbers of requests that are measured again: these take long, and more turns tell more.
+IN_A_ROW_BETWEEN = 2
 # Runs before those, which bring into the caches what such steps read. The keys: of 4 requests with 200 tokens each the
 # first four steps took 2.0 ms, all later ones 1.75. The target's weights, where other steps' drafter took their place:
 # plain steps of one request after some with drafts took 1.8, 1.7, 1.6, 1.5 ms, later ones 1.45.
@@ -163,8 +164,8 @@ def measure(runner: Measured, costs: StepCosts, clock: Callable[[], float] = tim
             num_runs = max(_num_settling(size) + IN_A_ROW, prepared + 2)
             runs = [runner.measure(size) for _ in range(num_runs)]
             found.setdefault(size, []).extend(runs[prepared:])
-    for alike in _compared(found, costs.levels[1:2], captured=bool(runner.buckets)):
-        _take_turns(runner, alike, found, clock)
+    for alike, in_a_row in _compared(found, costs.levels[1:2], captured=bool(runner.buckets)):
+        _take_turns(runner, alike, found, in_a_row, clock)
     for size in _larger(found, costs.levels) if not runner.buckets else ():
         found[size] = [runner.measure(size) for _ in range(LARGEST_RUNS)]
     num_rows = min(PROMPT_ROWS, runner.max_model_len // 2)
@@ -178,43 +179,44 @@ def _take_turns(
     runner: Measured,
     alike: Sequence[StepSize],
     found: dict[StepSize, list[tuple[float, float]]],
+    in_a_row: int,
     clock: Callable[[], float],
 ) -> None:
     """Measure these sizes again, in turns: all of them or none, so that none has an advantage."""
     end = clock() + SECONDS_AGAIN
-    for _ in range(ROUNDS_AGAIN):
+    for _ in range(ROUNDS * IN_A_ROW // in_a_row):
         if clock() > end:
             return
         had_drafts = True
         for size in alike:
             is_settled = not (size.context or had_drafts)
             num_settling = 0 if is_settled else _num_settling(size)
-            runs = [runner.measure(size) for _ in range(num_settling + IN_A_ROW_AGAIN)]
-            found[size] += runs[-IN_A_ROW_AGAIN:]
+            runs = [runner.measure(size) for _ in range(num_settling + in_a_row)]
+            found[size] += runs[-in_a_row:]
             had_drafts = size.num_drafts > 0
 
 
 def _compared(
     found: Mapping[StepSize, Sequence[tuple[float, float]]], fewest_drafts: Sequence[int], *, captured: bool
-) -> Iterator[list[StepSize]]:
-    """Sizes to be measured again, those together that are compared: all of the fewest requests; and unless they take
-    long those of other numbers without drafts and with the fewest, which decide whether drafts pay, where steps are not
-    captured, and all of the most."""
+) -> Iterator[tuple[list[StepSize], int]]:
+    """Sizes to be measured again, those together that are compared, and how often in a row: all of the fewest requests;
+    and unless they take long those of other numbers without drafts and with the fewest, which decide whether drafts
+    pay, where steps are not captured, and all of the most."""
 
-    def is_short(sizes: Sequence[StepSize]) -> bool:
-        runs = {size: _num_settling(size) + IN_A_ROW_AGAIN for size in sizes}
+    def is_short(sizes: Sequence[StepSize], in_a_row: int) -> bool:
+        runs = {size: _num_settling(size) + in_a_row for size in sizes}
         return sum(sum(_usual(found[size])) * number for size, number in runs.items()) <= SECONDS_AGAIN
 
     numbers = sorted({size.num_requests for size in found})
     fewest, most = numbers[0], numbers[-1]
-    yield [size for size in found if size.num_requests == fewest]
+    yield [size for size in found if size.num_requests == fewest], IN_A_ROW
     between = [size for size in found if fewest < size.num_requests < most]
     few = [size for size in between if size.num_drafts in (0, *fewest_drafts)]
-    if not captured and is_short(few):
-        yield sorted(few, key=lambda size: size.num_drafts)
+    if not captured and is_short(few, IN_A_ROW_BETWEEN):
+        yield sorted(few, key=lambda size: size.num_drafts), IN_A_ROW_BETWEEN
     alike = [size for size in found if size.num_requests == most]
-    if fewest < most and is_short(alike):
-        yield alike
+    if fewest < most and is_short(alike, IN_A_ROW):
+        yield alike, IN_A_ROW
 
 
 def _larger(
