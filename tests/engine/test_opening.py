@@ -15,10 +15,10 @@ from draftproof.engine.acceptance import (
     acceptance_of,
 )
 from draftproof.engine.auto_policy import AutoPolicy
-from draftproof.engine.draft_choice import WORTH_GOING_ON
-from draftproof.engine.ledger import EARNED, MOST_SAVED
+from draftproof.engine.draft_choice import WORTH_GOING_ON, Chooser
+from draftproof.engine.ledger import ALLOWANCE, EARNED, MOST_SAVED
 from draftproof.engine.opening import NUM_OPENING, SHORT, Opening, is_early, raised
-from draftproof.engine.progress import Progress
+from draftproof.engine.progress import Progress, Round
 from tests.engine.test_policy import costs, request
 
 EARLY, LATE = 0.45, 0.7  # acceptance
@@ -126,3 +126,65 @@ def test_what_drafts_may_lose_is_their_requests_share_of_a_step() -> None:
     its.savings = MOST_SAVED
     assert its._least_speedup([request(4)], 0, 0, 0) == WORTH_GOING_ON
     assert its._least_speedup([request(4)], 39, 0, 0) == pytest.approx(1.0 - 0.05 / 40)
+
+
+def test_what_counts_vouch_for_at_the_beginning_is_what_comes_then() -> None:
+    """They bring less than they cost there, which a low stake cannot pay for."""
+    chooser = Chooser(costs(row=0.0, step=0.6, levels=(0, 1)), counted(0.3, 0.8))
+    early, late = RequestClass(0, 0, -4), RequestClass(0)
+    assert chooser.best({late: 1}, stake=0.1).num_drafts == {late: 1}
+    assert (
+        not chooser.best({early: 1}, stake=0.1).num_drafts and chooser.best({early: 1}, stake=0.7).num_drafts
+    )
+
+
+def test_a_drafter_that_stops_by_itself_is_asked_for_as_many_drafts_at_the_beginning() -> None:
+    """The number is but a limit, and kept for long."""
+    for stops in (False, True):
+        its = AutoPolicy(costs(row=0.01, step=0.01), acceptance_of(8, has_kv=True), stops=stops)
+        its.savings = MOST_SAVED
+        its.choose([request(4, limit=100)], 0)
+        assert its._kept is not None
+        assert [its_class.opening for its_class in its._kept.choice.num_drafts] == [0 if stops else -2]
+        assert its._unknown(1).opening == (0 if stops else -2) and its._unknown(2).opening == -2
+
+
+@pytest.mark.parametrize("buckets", [(), (1,)])
+def test_first_drafts_at_the_beginning_count_for_what_they_bring_later(buckets: tuple[int, ...]) -> None:
+    """One draft would lose there and gains later, where a drafter that has missed rows could make none; the second does
+    not even pay later."""
+    acceptance = Acceptance(2, expected=LATE)
+    found = {}
+    for step in (0.6, 0.75):
+        chooser = Chooser(costs(row=0.0, step=step, levels=(0, 1, 2), buckets=buckets), acceptance)
+        early = RequestClass(0, 0, -3)
+        assert 1.0 + acceptance.survival(-3)[0] < 1.6 < 1.0 + LATE
+        found[step] = chooser.best({early: 1}).num_drafts.get(early, 0)
+    assert found[0.6] > 0 and not found[0.75]
+    tokens, lasting = (chooser.class_tokens(RequestClass(0, 0, shift), 1) for shift in (-3, 0))
+    assert tokens[:2] == pytest.approx(lasting[:2]) and tokens[2] < lasting[2]
+    survival = acceptance.survival(-3)
+    assert tokens[2] - tokens[1] == pytest.approx(survival[1]), "the second draft is as likely as it is now"
+
+
+def test_a_policy_knows_who_is_at_the_beginning() -> None:
+    its = AutoPolicy(costs(), acceptance_of(8, has_kv=True))
+    its.savings = MOST_SAVED
+    asked = [
+        at(request(4, number, limit=100), num) for number, num in enumerate((0, NUM_OPENING - 1, NUM_OPENING))
+    ]
+    its.choose(asked, 0)
+    assert its._kept is not None
+    assert sorted(its_class.opening for its_class in its._kept.choice.num_drafts) == [-2, 0]
+
+
+def test_each_round_is_counted_for_the_place_where_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds that are told of together, too."""
+    its, one = AutoPolicy(costs(), acceptance_of(8, has_kv=True)), request(4, limit=100)
+    its.savings = ALLOWANCE
+    its.choose([one], 0)
+    told = list[bool]()
+    monkeypatch.setattr(Acceptance, "count", lambda *given, is_early, **named: told.append(is_early))
+    its.learn(one, [Round(1, 1, 0, 0, num) for num in (NUM_OPENING - 2, NUM_OPENING - 1, NUM_OPENING)])
+    its._settle()
+    assert told == [True, True, False]
