@@ -751,6 +751,25 @@ def test_who_waits_counts_among_those_who_will_decode_soon() -> None:
     assert set(told) == {3}
 
 
+def test_a_policy_is_told_how_many_decode_beside_a_new_prompt() -> None:
+    engine, told = core(FakeRunner(3), slots=4), []
+
+    def will_draft(request: Progress, num_others: int, num_lost: int = 0, num_decoding: int = 0) -> bool:
+        told.append((request.id, num_others, num_decoding))
+        return True
+
+    engine.policy.will_draft = will_draft  # type: ignore[method-assign]
+    engine.add_request("a", spec(4, 60))
+    while not any(request.num_outputs for request in engine.scheduler.running):
+        engine.step()
+    assert set(told) == {("a", 0, 0)}
+    told.clear()
+    engine.add_request("b", spec(4, 60))
+    while not told:
+        engine.step()
+    assert set(told) == {("b", 1, 1)}
+
+
 def test_the_policy_hears_of_decoding_steps() -> None:
     heard: list[StepOutcome] = []
     runner = FakeRunner(3)

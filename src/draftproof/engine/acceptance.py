@@ -264,6 +264,10 @@ class Acceptance:
         0 once enough is known."""
         return round(HOPED * self.accepted.doubt)
 
+    def hoped(self, its_class: RequestClass) -> RequestClass:
+        """This class with the odds that may be hoped for."""
+        return its_class._replace(odds=its_class.odds + self.hope)
+
     def share_of(self, record: AcceptanceRecord) -> float:
         """Share of a request's rounds that have drafts when asked for."""
         return (record.given + OWN_WEIGHT * self.share) / (record.asked + OWN_WEIGHT)

@@ -355,9 +355,7 @@ class AutoPolicy:
         """The class of a request; of one that takes part in a trial with the odds that may be hoped for."""
         record = request.records[self.number]
         its_class = self.acceptance.class_of(record, is_early=is_early)
-        if not self._exploring.is_tried(record):
-            return its_class
-        return its_class._replace(odds=its_class.odds + self.acceptance.hope)
+        return self.acceptance.hoped(its_class) if self._exploring.is_tried(record) else its_class
 
     def _num_tried(self, asked: Sequence[Progress]) -> int:
         """How many of these take part in a trial."""
@@ -524,27 +522,24 @@ class AutoPolicy:
         hoped = self._hoped(num_requests)
         if not hoped.num_drafts:
             return False
-        # from here on for all requests
-        length, price = hoped.seconds / hoped.plain_seconds, num_requests * price
+        length, price_of_all = hoped.seconds / hoped.plain_seconds, num_requests * price
         (num_drafts,) = hoped.num_drafts.values()
         expected = self.chooser.class_tokens(self._unknown(num_requests), num_requests)[num_drafts]
         num_tokens = self._num_tokens(request)
-        if num_tokens * (1.0 - length * num_requests / hoped.tokens) <= WORTH_SHOWING * price:
+        if num_tokens * (1.0 - length * num_requests / hoped.tokens) <= WORTH_SHOWING * price_of_all:
             return False
-        to_lose = price + max(0.0, num_tokens * (length / expected - 1.0)) + DOUBTED_LOSS * num_tokens
+        to_lose = price_of_all + max(0.0, num_tokens * (length / expected - 1.0)) + DOUBTED_LOSS * num_tokens
         to_spend = self.savings - ALLOWANCE
         num_new = num_requests - num_decoding
         self._exploring.begin(num_new, request.arrival, to_lose, to_spend, MOST_SAVED - ALLOWANCE)
-        return self._exploring.join(record, request.arrival, price / num_requests)
+        return self._exploring.join(record, request.arrival, price)
 
     def _hoped(self, num_requests: int) -> DraftChoice:
         """The choice for so many new requests if drafts are right as often as may be hoped."""
         ready = self._ready
         assert ready is not None and ready.num_requests == num_requests
         if ready.hoped is None:
-            its_class = self._unknown(num_requests)
-            hoped = its_class._replace(odds=its_class.odds + self.acceptance.hope)
-            ready.hoped = self._best_for(hoped, num_requests)
+            ready.hoped = self._best_for(self.acceptance.hoped(self._unknown(num_requests)), num_requests)
         return ready.hoped
 
     @staticmethod

@@ -241,7 +241,12 @@ class Drafting:
         prompts = [r.request for r in rows if r.num_rows > r.num_sampled] if self._has_kv else []
         if not prompts:
             return set(), set()
-        shown = {id(request) for request in prompts if request.can_draft and self.will_draft(request)}
+        num_decoding = self._scheduler.num_decoding  # once for all prompts
+        shown = {
+            id(request)
+            for request in prompts
+            if request.can_draft and self._will_draft(request, 0, num_decoding - (request.num_outputs > 0))
+        }
         return shown, {id(request) for request in prompts} - shown
 
     def _price(self, wanted: Sequence[int]) -> RowPrice:
@@ -254,13 +259,14 @@ class Drafting:
         return self._runner.drafter_may_rest and all(r.num_sampled <= 1 for r in rows)
 
     def will_draft(self, request: Progress, num_lost: int = 0) -> bool:
-        """Whether the drafter is to see this request's prompt. Depends on how many requests will soon decode beside
-        it; `num_lost`: cached tokens that the target would have to recompute for that."""
+        """Whether the drafter is to see the prompt of this request, which waits. Depends on how many requests will soon
+        decode beside it; `num_lost`: cached tokens that the target would have to recompute for that."""
+        return self._will_draft(request, num_lost, self._scheduler.num_decoding)
+
+    def _will_draft(self, request: Progress, num_lost: int, num_decoding: int) -> bool:
+        """See `will_draft`; `num_decoding` others decode already."""
         if not self._runner.num_drafts or self._is_off or request.spec.most_drafts == 0:
             return False
-        num_decoding = sum(
-            [other.num_outputs > 0 for other in self._scheduler.running if other is not request]
-        )
         return self.policy.will_draft(request, self._scheduler.num_soon - 1, num_lost, num_decoding)
 
     def tell_rounds(self, request: Progress, *, at_once: bool) -> None:

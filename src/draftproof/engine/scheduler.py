@@ -104,6 +104,11 @@ class Scheduler:
         """Requests that have a slot, or will have one as soon as their rows fit into a pass."""
         return min(self._num_slots, len(self.running) + len(self.waiting))
 
+    @property
+    def num_decoding(self) -> int:
+        """Requests with a slot that have an output already."""
+        return sum([request.num_outputs > 0 for request in self.running])
+
     def schedule(self) -> SchedulerOutput:
         """Plan the next pass. It has no rows only if no request is waiting or running."""
         output = SchedulerOutput()
