@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from draftproof.engine.costs import StepOutcome
 from draftproof.engine.deltas import TokenDelta
 from draftproof.engine.drafting import (
     AFTER_PROMPTS,
+    FEWEST_AVERAGED,
+    MOST_AVERAGED,
     MOST_LEFT_OUT,
     ROUNDS_TOGETHER,
     Repeat,
@@ -965,16 +968,30 @@ def test_where_steps_overlap_their_time_is_an_average_of_steps_of_one_size() -> 
     two, more = ([ScheduledRequest(slot, 9, num_rows, num_rows, 3) for slot in (0, 1)] for num_rows in (4, 5))
     run.count(two, before=10.0)
     run.count(two, before=11.5)
-    assert run.taken(12.0) == 1.0, "of two steps, whose results were seen at 11.5 and 12"
+    assert run.taken(12.0) == (1.0, False), "of two steps, whose results were seen at 11.5 and 12"
     run.count(two, before=12.0)
-    assert run.taken(12.5) == 0.5, "since the last report"
-    run.count(two, before=12.5)
-    run.count(more, before=13.0)
-    assert run.taken(15.0) == 2.0, "of the larger step alone"
+    assert run.taken(14.5) == (1.5, False), "of all three"
+    run.count(two, before=14.5)
     run.count(more, before=15.0)
-    run.count(None, before=16.0)
-    run.count(more, before=19.0)
-    assert run.taken(20.0) == 1.0, "what is not told of breaks the row"
+    assert run.taken(17.0) == (2.0, False), "of the larger step alone"
+    run.count(more, before=17.0)
+    run.count(None, before=18.0)
+    run.count(more, before=21.0)
+    assert run.taken(22.0) == (1.0, False), "what is not told of breaks the row"
+
+
+def test_the_average_of_overlapping_steps_is_typical_from_some_steps_on_and_begins_again_after_more() -> None:
+    """The results of 1 ms steps, of which the one before the first was seen half a millisecond late."""
+    run, each = StepRun(), [ScheduledRequest(0, 9, 4, 4, 3)]
+    seen = [0.5, *map(float, range(1, 2 * MOST_AVERAGED + 1))]
+    found = []
+    for before, now in pairwise(seen):
+        run.count(each, before)
+        found.append(run.taken(now))
+    expected = [1.0 - 0.5 / number for number in range(1, MOST_AVERAGED + 1)] + [1.0] * MOST_AVERAGED
+    assert [seconds for seconds, _ in found] == pytest.approx(expected)
+    once = [number >= FEWEST_AVERAGED for number in range(1, MOST_AVERAGED + 1)]
+    assert [is_typical for _, is_typical in found] == once + once
 
 
 def test_the_policy_does_not_hear_of_steps_that_are_yet_to_be_recorded(
@@ -1016,16 +1033,19 @@ def test_steps_after_a_prompt_are_not_typical_on_a_cpu(async_depth: int) -> None
     for num_requests in (1, 2):
         typical = [step.is_typical for step in heard if step.num_requests == num_requests]
         assert len(typical) > AFTER_PROMPTS
-        assert typical == [async_depth > 0 or number >= AFTER_PROMPTS for number in range(len(typical))]
+        from_the_start = [number % MOST_AVERAGED >= FEWEST_AVERAGED - 1 for number in range(len(typical))]
+        after_prompts = [number >= AFTER_PROMPTS for number in range(len(typical))]
+        assert typical == (from_the_start if async_depth else after_prompts)
 
 
-def test_where_all_steps_follow_prompts_they_are_typical_after_a_while() -> None:
+@pytest.mark.parametrize(("async_depth", "every"), [(0, AFTER_PROMPTS - 1), (1, FEWEST_AVERAGED - 1)])
+def test_where_all_steps_follow_prompts_they_are_typical_after_a_while(async_depth: int, every: int) -> None:
     heard: list[StepOutcome] = []
-    engine = core(FakeRunner(3))
+    engine = core(FakeRunner(3, async_depth=async_depth))
     engine.policy = Chosen(lambda num_outputs: 3)
     engine.policy.finished = heard.append  # type: ignore[method-assign]
     for number in range(AFTER_PROMPTS * MOST_LEFT_OUT):
-        if number % (AFTER_PROMPTS - 1) == 0:
+        if number % every == 0:
             engine.add_request(str(number), spec(40, 12))
         engine.step()
     typical = [step.is_typical for step in heard]

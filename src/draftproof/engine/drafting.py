@@ -26,6 +26,11 @@ ROUNDS_TOGETHER = 4
 # processor for a while (a Xeon with AMX by 1.6 at first, by 1.1 after four steps).
 AFTER_PROMPTS = 6
 MOST_LEFT_OUT = 64  # steps in a row that are left out for that; under steady load there may be no others
+# Overlapping steps whose average says how long such steps take, at least, and from which on the next average begins. A
+# result is seen up to a step late, after prompts above all, so the first step of a row seems as much shorter. Example:
+# steps with one draft for each of 64 requests of an 8B model take 1.20 plain ones. They were reported one by one at
+# first, seemed to take 1.10, and that was believed for good: later ones were put down to the machine's pace.
+FEWEST_AVERAGED, MOST_AVERAGED = 4, 8
 
 
 def can_compare(runner: Runner) -> bool:
@@ -80,7 +85,7 @@ class Repeat:
 
 class StepRun:
     """Overlapping steps of one size in a row, whose time is averaged: when a result is seen depends on what the host is
-    at, so that single steps of 8.3 ms seemed to take 7.0 to 11.5."""
+    at, so that single steps of 8.3 ms seemed to take 7.0 to 11.5. See `FEWEST_AVERAGED`."""
 
     def __init__(self) -> None:
         self._size: tuple[int, int, int] | None = None
@@ -98,11 +103,13 @@ class StepRun:
             self._size, self._start, self._num_steps = size, before, 0
         self._num_steps += 1
 
-    def taken(self, now: float) -> float:
-        """Average seconds of the steps counted so far. The next run starts now."""
-        found = (now - self._start) / self._num_steps
-        self._start, self._num_steps = now, 0
-        return found
+    def taken(self, now: float) -> tuple[float, bool]:
+        """(average seconds of the steps counted so far, whether they are enough to be typical). Once there are
+        `MOST_AVERAGED`, the next run starts now."""
+        num_steps, start = self._num_steps, self._start
+        if num_steps >= MOST_AVERAGED:
+            self._start, self._num_steps = now, 0
+        return (now - start) / num_steps, num_steps >= FEWEST_AVERAGED
 
 
 class Drafting:
@@ -120,7 +127,7 @@ class Drafting:
         self._last_result = 0.0  # when a step's result was last taken in: seconds of `time.perf_counter`
         self._last_end = 0.0  # when the policy had heard of it
         self._num_since_prompts = 0  # finished steps
-        self._num_left_out = 0  # finished steps since one that no prompt has slowed
+        self._num_left_out = 0  # finished steps since one that is typical
         self._first_followed = 0  # the request whose proposal is told of first
         # since a step with drafts was reported, in all such steps: tokens, and requests
         self._num_tokens = 0
@@ -352,8 +359,8 @@ class Drafting:
         `was_wanted`): if all had, the device may have idled since. Of steps with prompts only the drafter's time is
         reported; the first steps after them are not typical. `num_steps`: steps so far.
 
-        Where steps overlap, a step's time is the average of those like it since the last report (`StepRun`); a step
-        launched on an idle device is left out. Without overlap see `_alone`.
+        Where steps overlap, a step's time is the average of those like it in a row (`StepRun`), typical if they are
+        some; a step launched on an idle device is left out. Without overlap see `_alone`.
         """
         self._tell(flight, results, was_wanted=was_wanted, num_steps=num_steps)
         self._last_end = time.perf_counter()
@@ -366,7 +373,7 @@ class Drafting:
         self._last_result = now
         if flight.shadowing is not None:
             self._keep_shadows(flight, results, flight.shadowing)
-        is_typical = self._count(flight.has_prompts)
+        self._count(flight.has_prompts)
         if not self._runner.num_drafts:
             return
         is_ahead = self._runner.async_depth > 0
@@ -391,7 +398,7 @@ class Drafting:
         if flight.has_prompts:
             self._prompted(flight)
             return
-        seconds = self._run.taken(now) if is_ahead else self._alone(flight.start, now)
+        seconds = self._overlapped(now) if is_ahead else self._alone(flight.start, now)
         pending = flight.pending
         passes = seconds if is_ahead else pending.target_seconds + pending.draft_seconds
         # not a chain's, which depends on which member drafts, nor where a lookup waits for the device
@@ -411,7 +418,7 @@ class Drafting:
                 host_seconds,
                 draft_seconds,
                 each_tokens,
-                is_typical=is_typical,
+                is_typical=not self._num_left_out or self._num_left_out > MOST_LEFT_OUT,
                 lookups=self._runner.lookups,
             )
         )
@@ -425,13 +432,19 @@ class Drafting:
         own = now - start
         return own - self._choosing_seconds + min(max(0.0, start - self._last_end), own)
 
-    def _count(self, has_prompts: bool) -> bool:
-        """Count a finished step. Returns whether its time says how long such steps take."""
+    def _overlapped(self, now: float) -> float:
+        """Seconds of a step that overlaps with others."""
+        seconds, is_average = self._run.taken(now)
+        if is_average:
+            self._num_left_out = 0
+        return seconds
+
+    def _count(self, has_prompts: bool) -> None:
+        """Count a finished step. It is left out if its time does not say how long such steps take."""
         self._num_since_prompts = 0 if has_prompts else self._num_since_prompts + 1
         self._num_left_out += 1
-        if self._runner.async_depth or self._num_since_prompts > AFTER_PROMPTS:
+        if not self._runner.async_depth and self._num_since_prompts > AFTER_PROMPTS:
             self._num_left_out = 0
-        return self._num_left_out == 0 or self._num_left_out > MOST_LEFT_OUT
 
     def _prompted(self, flight: InFlightStep) -> None:
         """Report the drafter's time for a step most of whose rows are prompts', where the host's clock measures it."""
