@@ -72,7 +72,8 @@ class Text:
 
 @dataclass(frozen=True)
 class Recording:
-    """`is_compared`: the engine compares this drafter's drafts with the output; `has_kv`: it must see every row."""
+    """`is_compared`: the engine compares this drafter's drafts with the output; `has_kv`: it must see every row;
+    `buckets`: as in `StepCosts`."""
 
     levels: tuple[int, ...]
     costs: dict[str, Any]
@@ -80,6 +81,7 @@ class Recording:
     is_compared: bool
     has_kv: bool
     texts: list[Text]
+    buckets: tuple[int, ...] = ()
 
     @property
     def is_copied(self) -> bool:
@@ -87,7 +89,7 @@ class Recording:
         return any(found.num_matched for text in self.texts for found in text.drafts.values())
 
     def step_costs(self) -> StepCosts:
-        found = StepCosts(self.levels)
+        found = StepCosts(self.levels, self.buckets)
         found.read_json(self.costs)
         found.host = HostCosts(self.host_seconds)
         return found
@@ -99,7 +101,7 @@ class Recording:
     @classmethod
     def read(cls, file: Path) -> Recording:
         raw = json.loads(file.read_text())
-        raw["levels"] = tuple(raw["levels"])
+        raw["levels"], raw["buckets"] = tuple(raw["levels"]), tuple(raw.get("buckets", ()))
         raw["texts"] = [
             Text(text["num_prompt"], {int(at): Found(*found) for at, found in text["drafts"].items()})
             for text in raw["texts"]
@@ -253,6 +255,7 @@ class Turn:
         asked = [request for request in self.running if not request.has_hole]
         num_others = len(self.running) - len(asked)
         chosen = self._policy.choose([request.progress for request in asked], num_others)
+        is_probing = self._policy.is_probing  # what this step tells may end it
         compared: Sequence[int] = [0] * len(asked)
         if asked and self._compares:
             compared = self._policy.shadows(chosen, num_others) or compared
@@ -263,7 +266,7 @@ class Turn:
         if self._num_steps:
             is_told = self._verify(most, is_shadow=bool(most) and not any(chosen), is_plain=is_plain)
         self._num_steps += 1
-        if self._recording.has_kv and is_plain and not self._policy.is_probing:
+        if self._recording.has_kv and is_plain and not is_probing:
             for request in self.running:
                 request.has_hole = True
         for request in self.running:

@@ -13,7 +13,9 @@ import pytest
 from bench import rehearse
 from draftproof import LLM, SamplingParams, assets
 from draftproof.bench import internals
+from draftproof.engine.costs import StepOutcome
 from draftproof.engine.policy import FixedPolicy
+from draftproof.engine.progress import Progress
 
 DATA = Path(__file__).parents[1] / "data" / "drafts"
 COSTS = {
@@ -90,6 +92,75 @@ def test_recorded_drafts_are_used_as_well_as_by_the_best_fixed_number(file: Path
     assert found["auto"] >= rehearse.PLAIN_BOUND
     assert found["auto"] >= rehearse.FIXED_BOUND * found[rehearse.best_fixed(found)]
     assert found["new"] >= rehearse.PLAIN_BOUND - 0.01
+
+
+class ProbesOnce(FixedPolicy):
+    """Its second and third step make no drafts, to find out what such steps take."""
+
+    plain_every, is_probing, num_steps = 1, False, 0
+
+    def choose(self, asked: list[Progress], num_others: int) -> list[int]:
+        self.num_steps += 1
+        self.is_probing = self.num_steps in (2, 3)  # the first of these verifies what there is
+        return [0] * len(asked) if self.is_probing else super().choose(asked, num_others)
+
+    def finished(self, step: StepOutcome) -> None:
+        self.is_probing = False
+
+
+def test_a_drafter_sees_the_last_step_of_a_probe_too() -> None:
+    policy, its = ProbesOnce(3), recording(8)
+    turn = rehearse.Turn(policy, its, its.texts[:2], random.Random(0))
+    for _ in range(5):
+        turn.step()
+    assert policy.num_steps == 5 and not any(request.has_hole for request in turn.running)
+
+
+# Milliseconds of an 8B model's captured steps with an EAGLE-3 head on an H200, by requests: of plain ones and, for each
+# number of drafts, what these add to plain steps of as many rows.
+PLAIN_MS = {1: 4.2, 4: 4.3, 8: 4.3, 16: 4.4, 24: 4.5, 32: 4.7, 40: 4.9, 48: 4.9, 56: 5.0, 64: 5.1}
+DRAFTS_MS = {
+    1: {1: 0.3, 3: 0.7, 5: 1.2},
+    4: {1: 0.3, 3: 0.7, 5: 1.1},
+    8: {1: 0.3, 3: 0.6, 5: 1.1},
+    16: {1: 0.2, 3: 0.6, 5: 0.9},
+    24: {1: 0.1, 3: 0.5, 5: 3.1},
+    32: {1: 0.1, 3: 0.4, 5: 2.1},
+    40: {1: 0.2, 3: 2.6, 5: 2.2},
+    48: {1: 0.0, 3: 1.9},
+    56: {1: 0.2, 3: 2.3},
+    64: {1: -0.1, 3: 1.5},
+}
+
+
+def captured(rate: float, num_texts: int) -> rehearse.Recording:
+    """Texts in which each draft is right at this rate, where steps are captured."""
+    rng = random.Random(0)
+
+    def right() -> int:
+        return next((n for n in range(5) if rng.random() >= rate), 5)
+
+    costs = COSTS | {
+        "target": {str(rows): ms / 1e3 for rows, ms in PLAIN_MS.items()},
+        "draft": {str(r): {str(k): ms / 1e3 for k, ms in own.items()} for r, own in DRAFTS_MS.items()},
+        "context": {"0": 0.0, "16384": 0.5e-3},
+        "context_rows": {"0": 0.0, "16384": 0.3e-3},
+    }
+    texts = [
+        rehearse.Text(200, {at: rehearse.Found(5, right()) for at in range(100)}) for _ in range(num_texts)
+    ]
+    return rehearse.Recording(
+        (0, 1, 3, 5), costs, 0.0, is_compared=False, has_kv=True, texts=texts, buckets=tuple(PLAIN_MS)
+    )
+
+
+@pytest.mark.parametrize("rate", [0.3, 0.6, 0.8, 0.9])
+@pytest.mark.parametrize("batch", [4, 16, 64])
+def test_captured_steps_have_as_good_numbers_of_drafts_as_other_rules(rate: float, batch: int) -> None:
+    found = rehearse.speeds(captured(rate, batch * rehearse.TURNS[batch]), batch)
+    assert found["new"] >= 1.0
+    assert found["auto"] >= 0.965 * found[rehearse.best_fixed(found)]
+    assert found["auto"] >= 0.975 * max(found["vLLM's"], found["SGLang's"])
 
 
 def test_a_command_prints_the_cells(

@@ -34,6 +34,7 @@ from draftproof.engine.auto_policy import (
     MOST_WAITING,
     RENEWED_EVERY,
     SURELY_WORTH,
+    TOGETHER,
     WORTH_SHOWING,
     AutoPolicy,
 )
@@ -150,6 +151,33 @@ def test_a_padded_step_of_several_requests_has_more_drafts_only_if_that_pays(
     its.costs.draft.set(num_requests, 1, 0.1)
     its.costs.draft.set(num_requests, 2, 1.1 * (1.75 / 1.5) / speedup - 1.0)
     assert chosen(its, {0: num_requests}) == {0: expected}
+
+
+@pytest.mark.parametrize(
+    ("num_requests", "age", "speedup", "expected"),
+    [
+        (2, 0, 1.01, 1),
+        (2, 0, 1.02, 2),
+        (64, 0, 1.07, 1),
+        (64, 0, 1.09, 2),
+        (64, TOGETHER, 1.07, 1),
+        (64, TOGETHER + 1, 1.07, 2),
+        (64, TOGETHER + 1, 1.02, 1),
+    ],
+)
+def test_many_padded_requests_that_end_together_have_more_drafts_only_for_more(
+    num_requests: int, age: int, speedup: float, expected: int
+) -> None:
+    """`speedup`: of two drafts over one; `age`: by how many tokens the oldest output is longer than the others."""
+    its = policy(0.5, row=0.0, levels=(0, 1, 2), buckets=(num_requests,))
+    its.savings = MOST_SAVED
+    its.costs.draft.set(num_requests, 1, 0.1)
+    its.costs.draft.set(num_requests, 2, 1.1 * (1.75 / 1.5) / speedup - 1.0)
+    asked = [request(4, number) for number in range(num_requests)]
+    for one in asked:  # so that they are not new
+        one.records[0].last_asked = 1
+    asked[0].tokens += [1] * age
+    assert its.choose(asked, 0) == [expected] * num_requests
 
 
 @pytest.mark.parametrize(

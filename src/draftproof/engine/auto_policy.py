@@ -60,6 +60,9 @@ WORTH_SHOWING, SURELY_WORTH = 1.25, 3.0
 # decode already. Such a trial may lose this share of an output's plain steps beyond what is expected: predictions are
 # off by a few per cent.
 MOST_DECODING, DOUBTED_LOSS = 0.25, 0.02
+# Requests whose outputs differ by at most so many tokens began at about one time. Where slots are reused they differ by
+# nearly a whole output.
+TOGETHER = 64
 MOST_TOKENS = 256  # output length that a new request is expected to have at most: limits are seldom reached
 
 
@@ -346,7 +349,11 @@ class AutoPolicy:
         num_tried = self._num_tried(asked)
         num_begun = sum(are_early) if level else 0
         worth = self._least_speedup(asked, num_others, num_begun, num_tried)
-        choice = self.chooser.best(Counter(classes), num_others, context, stake, worth, level)
+        outputs = [request.num_outputs for request in asked]
+        end_together = max(outputs) - min(outputs) <= TOGETHER
+        choice = self.chooser.best(
+            Counter(classes), num_others, context, stake, worth, level, end_together=end_together
+        )
         if num_tried and not choice.num_drafts:
             self._exploring.lose(num_tried)
         return self._kept_for(asked, num_others, classes, choice, is_first=is_first)

@@ -19,12 +19,15 @@ WORTH_IT = 1.03
 # Least speed-up at which a drafter goes on whose drafts have paid, or at a request's beginning, if it would miss rows
 # else and could make no more: a few rounds tell little of a request, and the first the least.
 WORTH_GOING_ON = 0.95
-# Least gain for which a padded step of several requests has more drafts: with more drafts requests end at more
-# different times, and those that are left at the end are few. Example: 64 requests, drafts that are right at 0.8. Three
-# drafts gain 5 % over one in steps of all requests, and 2 % until the last has ended. And for which it has others than
-# the step before, whose drafts it still verifies. Example: the last of these 64 took 3 drafts, then one, 3, 5, 3 and 5
-# in eleven steps, which cost a per cent of the text.
+# Least gain for which a padded step of several requests has more drafts, and for which it has others than the step
+# before, whose drafts it still verifies. Example: the last of 64 requests took 3 drafts, then one, 3, 5, 3 and 5 in
+# eleven steps, which cost a per cent of the text.
 WORTH_MORE = 1.03
+# Least gain, for each doubling of their number, for which requests that end together have more drafts. With more drafts
+# they end at more different times, the more so the more they are, and those that are left at the end are few. Example:
+# 64 requests, drafts that are right at 0.8. Three drafts gain 6 % over one in steps of all requests, and nothing until
+# the last has ended; at 0.85 they gain 12 % and 2 %.
+WORTH_MORE_EACH = 1.0125
 # Part of a stake that a step with more than the fewest drafts may risk: many steps with few drafts tell more than one
 # with many.
 RISKED_ON_MANY = 0.4
@@ -138,11 +141,14 @@ class Chooser:
         stake: float = float("inf"),
         worth: float = WORTH_IT,
         before: int = 0,
+        *,
+        end_together: bool = True,
     ) -> DraftChoice:
         """The best choice for the `counts` of requests of each class and `num_others` that cannot draft. A step with
         the fewest drafts may risk at most `stake` plain steps, with more drafts a smaller part of that. What it risks
         is its longer time, less the tokens that counts so far vouch for. `context`: tokens of all requests; `worth`:
-        least speed-up; `before`: the level of the step before, if these requests were in it."""
+        least speed-up; `before`: the level of the step before, if these requests were in it; `end_together`: whether
+        they began at about one time, and others do not follow when the first of them end."""
         num_requests = sum(counts.values()) + num_others
         plain = DraftChoice({}, num_requests, self.costs.plain(num_requests, context), num_requests)
         if not stake:  # whatever counts vouch for, drafts have not paid
@@ -152,7 +158,8 @@ class Chooser:
         def search(limits: tuple[float, float]) -> DraftChoice:
             least = worth * plain.speed
             if self.costs.is_padded:
-                found = self._best_alike(counts, num_requests, context, limits, least, before)
+                worth_more = _worth_more(num_requests, end_together=end_together)
+                found = self._best_alike(counts, num_requests, context, limits, least, before, worth_more)
             else:
                 found = self._best_ragged(counts, num_requests, context, limits)
             if found is None or found.speed <= least:
@@ -178,11 +185,12 @@ class Chooser:
         most: tuple[float, float],
         least: float,
         before: int,
+        worth_more: float,
     ) -> DraftChoice | None:
         """The best choice with one level for all requests, of those that take at most `most` seconds: with the first
-        level, and with others; of those that are faster than `least`. The level `before` if no other is clearly better;
-        else fewer drafts, if more are hardly better."""
-        first, worth_more = self.costs.levels[1], WORTH_MORE if num_requests > 1 else 1.0
+        level, and with others; of those that are faster than `least`. The level `before` if no other gains
+        `worth_more`; else fewer drafts, if more do not."""
+        first = self.costs.levels[1]
         found: dict[int, DraftChoice] = {}
         for level in self.costs.levels_for(num_requests)[1:]:
             num_drafts = dict.fromkeys(counts, level)
@@ -306,6 +314,13 @@ class Chooser:
             found += own
         found.sort(key=lambda part: -part.rank)
         return found
+
+
+def _worth_more(num_requests: int, *, end_together: bool) -> float:
+    """Least gain for which padded steps of so many requests have more drafts, or others; for one alone any counts."""
+    if end_together:
+        return float(WORTH_MORE_EACH ** math.log2(num_requests))
+    return WORTH_MORE if num_requests > 1 else 1.0
 
 
 def _num_accepted(
