@@ -68,7 +68,14 @@ from draftproof.engine.kept_choice import (
 from draftproof.engine.ledger import ALLOWANCE, EARNED, INCOME, MOST_SAVED, STAKE, Ledger
 from draftproof.engine.opening import NUM_OPENING
 from draftproof.engine.policy import FixedPolicy
-from draftproof.engine.probes import FEWEST_APART, PROBED_SHARE, PROBED_STEPS, Probes
+from draftproof.engine.probes import (
+    FEWEST_APART,
+    NUM_SETTLING,
+    NUM_SETTLING_TOGETHER,
+    PROBED_SHARE,
+    PROBED_STEPS,
+    Probes,
+)
 from draftproof.engine.progress import Progress, Round
 from draftproof.engine.row_price import LOOKED_AT, PATIENCE, row_prices
 from draftproof.engine.shadows import Comparison
@@ -1330,6 +1337,28 @@ def test_a_probe_s_first_step_counts_as_what_it_is() -> None:
             assert (its.savings > before) == (verifying > 0)
         verifying = k
     assert its.choose([one], 0)[0] > 0 and told == [told[0]] + [0] * PROBED_STEPS and told[0] > 0
+
+
+@pytest.mark.parametrize(("num_requests", "num_settling"), [(1, NUM_SETTLING), (4, NUM_SETTLING_TOGETHER)])
+def test_a_lookup_s_probe_counts_steps_from_when_they_have_settled(num_requests: int, num_settling: int) -> None:
+    """Those before take half as long again: after the many rows of several requests for longer."""
+    its, asked = policy(0.9, row=0.01, step=0.01), [request(4, number) for number in range(num_requests)]
+    its.is_lookup, its.probes, its.savings, expected = True, True, MOST_SAVED, its.costs.plain(num_requests)
+    its.__post_init__()
+    told = list[StepOutcome]()
+    while not told or its.is_probing:
+        ks = its.choose(asked, 0)
+        rows, most = num_requests + sum(ks), max(ks)
+        seconds = its.costs.step(num_requests, rows, most)
+        if not most:
+            seconds = expected * (1.5 if len(told) < num_settling else 1.0)
+        step = StepOutcome(num_requests, rows, most, rows, 0, seconds)
+        if not most:
+            told.append(step)
+        its.finished(step)
+    assert len(told) == num_settling + PROBED_STEPS - NUM_SETTLING
+    its.choose(asked, 0)
+    assert its.costs.plain(num_requests) == pytest.approx(expected, rel=0.05)
 
 
 def test_a_choice_for_captured_steps_is_made_again_once_a_request_has_ended() -> None:

@@ -34,7 +34,7 @@ from draftproof.engine.ledger import (
 )
 from draftproof.engine.opening import SHORT, is_early
 from draftproof.engine.policy import Parts
-from draftproof.engine.probes import NUM_SETTLING, Probes
+from draftproof.engine.probes import Probes
 from draftproof.engine.progress import Progress, Round
 from draftproof.engine.row_price import row_prices, stop_price
 from draftproof.engine.shadow_turns import ShadowTurns
@@ -261,7 +261,7 @@ class AutoPolicy:
             kept.hurry()
             return kept
         self._probes.start(kept.num_made)
-        return kept.probe(self._longest(kept))
+        return kept.probe(self._longest(kept), self._probes.num_steps(kept.num_made))
 
     def _after_probe(self, kept: Kept) -> Kept:
         """The choice that a probe has interrupted. It goes on, unless its drafts pay no longer by what is known."""
@@ -658,7 +658,7 @@ class AutoPolicy:
         if not is_probed:
             self._steps.append((step, num_plain if step.is_plain else self.report_every))
             self._was_asked = False
-        elif kept is not None and kept.num_told >= NUM_SETTLING:
+        elif kept is not None and kept.num_told >= self._probes.num_settling(kept.num_made):
             self._probes.steps.append(step)
         # those without drafts are alike, and nothing is risked until the next choice
         waits = step.is_plain if kept is None else kept.may_wait or not kept.choice.num_drafts
