@@ -65,6 +65,33 @@ def test_where_all_rounds_are_alike_so_is_the_beginning() -> None:
     assert acceptance.opening is not None and acceptance.opening.odds(ODDS_STEP) == 0
 
 
+def test_a_first_text_s_beginning_is_compared_with_later_drafts_once_there_are_some() -> None:
+    """64 requests begin together, and drafts are right at 0.8 throughout, where 0.6 was expected. Their first rounds
+    tell what the first drafts are like, and hardly what later ones are like."""
+    acceptance = acceptance_of(1, has_kv=True)
+    acceptance.decode_together(64)
+    opening = acceptance.opening
+    assert opening is not None
+
+    def tell(num_rounds: int, *, is_early: bool) -> None:
+        for number in range(num_rounds):
+            acceptance.count(AcceptanceRecord(), 1, int(number % 5 > 0), is_early=is_early)
+            if number % 64 == 0:
+                acceptance.survival()
+
+    tell(200, is_early=True)
+    assert opening.ratio == MODEL_OPENING, "there are no later ones"
+    first = acceptance.unknown.odds + acceptance.unknown.opening
+    assert acceptance.chances(first)[0] == pytest.approx(0.8, abs=0.06), "what was seen"
+    tell(300, is_early=False)
+    assert acceptance.accepted.estimates[0] == pytest.approx(0.8, abs=0.03)
+    for _ in range(2):
+        tell(200, is_early=True)
+        tell(300, is_early=False)
+    assert opening.ratio == pytest.approx(1.0, abs=0.15) and acceptance.unknown.opening == 0
+    assert acceptance.accepted.estimates[0] == pytest.approx(0.8, abs=0.03)
+
+
 def test_a_request_s_own_odds_are_no_matter_of_its_beginning() -> None:
     """Its first rounds are as expected of all requests, so they say nothing of its next ones."""
     acceptance, rng, odds = counted(EARLY, LATE), random.Random(1), list[int]()

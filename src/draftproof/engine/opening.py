@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 NUM_OPENING = 16  # tokens of an output that are its beginning
 SHORT = 2 * NUM_OPENING  # most tokens of an output that has none: hardly any would come later
 # Weight of the first guess, in trials, and what earlier rounds keep with each new one.
-WEIGHT, LEFT = 20.0, 0.998
+WEIGHT, LEFT = 10.0, 0.998
 
 
 def is_early(num_outputs: int, most_outputs: int) -> bool:
@@ -43,12 +43,12 @@ class Outcomes:
         self.expected_hits *= left
         self.expected_misses *= left
 
-    def add(self, num_hits: int, num_seen: int, num_expected: float) -> None:
+    def add(self, num_hits: int, num_seen: int, num_expected: float, weight: float = 1.0) -> None:
         """Count `num_seen` drafts, of which `num_hits` were accepted and `num_expected` were expected to be."""
-        self.hits += num_hits
-        self.misses += num_seen - num_hits
-        self.expected_hits += num_expected
-        self.expected_misses += num_seen - num_expected
+        self.hits += weight * num_hits
+        self.misses += weight * (num_seen - num_hits)
+        self.expected_hits += weight * num_expected
+        self.expected_misses += weight * (num_seen - num_expected)
 
 
 @dataclass(slots=True)
@@ -67,9 +67,11 @@ class Opening:
         """The ratio as an exponent of `step`, rounded."""
         return round(math.log(self.ratio) / math.log(step))
 
-    def count(self, num_hits: int, chances: Sequence[float]) -> None:
+    def count(self, num_hits: int, chances: Sequence[float], known: float = 1.0) -> None:
         """Count a round of an output's beginning, in which `num_hits` drafts were accepted of those that had these
-        `chances` by what is known of later ones."""
+        `chances` by what is known of later ones. `known`: how much that is, from 0 to 1. Example: drafts that are right
+        at 0.8 throughout, where 0.6 was expected. By the first text, in which hardly any later ones were seen, they
+        would seem likelier at the beginning for many texts."""
         self._outcomes.remember(LEFT)
         num_expected = sum([raised(chance, self.expected) for chance in chances])
-        self._outcomes.add(num_hits, len(chances), num_expected)
+        self._outcomes.add(num_hits, len(chances), num_expected, known)
