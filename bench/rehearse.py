@@ -395,7 +395,7 @@ def speeds(recording: Recording, batch: int, seed: int = 0) -> dict[str, float]:
             recording.step_costs(),
             acceptance,
             is_lookup=recording.is_compared,
-            probes=True,
+            probes=not recording.buckets,
             is_cut=recording.is_copied,
         )
         policy.matches = MatchRecord.empty(0, most)

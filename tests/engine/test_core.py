@@ -20,9 +20,8 @@ from draftproof.engine.costs import StepOutcome
 from draftproof.engine.deltas import TokenDelta
 from draftproof.engine.drafting import (
     AFTER_PROMPTS,
-    FEWEST_AVERAGED,
-    MOST_AVERAGED,
     MOST_LEFT_OUT,
+    NUM_AVERAGED,
     ROUNDS_TOGETHER,
     Repeat,
     StepRun,
@@ -968,9 +967,9 @@ def test_where_steps_overlap_their_time_is_an_average_of_steps_of_one_size() -> 
     two, more = ([ScheduledRequest(slot, 9, num_rows, num_rows, 3) for slot in (0, 1)] for num_rows in (4, 5))
     run.count(two, before=10.0)
     run.count(two, before=11.5)
-    assert run.taken(12.0) == (1.0, False), "of two steps, whose results were seen at 11.5 and 12"
+    assert run.taken(12.0) == (0.5, False), "of the second, whose result was seen that long after the first's"
     run.count(two, before=12.0)
-    assert run.taken(14.5) == (1.5, False), "of all three"
+    assert run.taken(14.5) == (1.5, False), "of the second and the third"
     run.count(two, before=14.5)
     run.count(more, before=15.0)
     assert run.taken(17.0) == (2.0, False), "of the larger step alone"
@@ -980,18 +979,17 @@ def test_where_steps_overlap_their_time_is_an_average_of_steps_of_one_size() -> 
     assert run.taken(22.0) == (1.0, False), "what is not told of breaks the row"
 
 
-def test_the_average_of_overlapping_steps_is_typical_from_some_steps_on_and_begins_again_after_more() -> None:
-    """The results of 1 ms steps, of which the one before the first was seen half a millisecond late."""
+def test_averages_of_overlapping_steps_are_typical_if_they_are_of_enough_and_leave_the_first_one_out() -> (
+    None
+):
+    """Steps of 1 ms, where the result before the first was seen half a millisecond late."""
     run, each = StepRun(), [ScheduledRequest(0, 9, 4, 4, 3)]
-    seen = [0.5, *map(float, range(1, 2 * MOST_AVERAGED + 1))]
-    found = []
+    seen, found = [0.5, *map(float, range(1, 2 * NUM_AVERAGED + 2))], []
     for before, now in pairwise(seen):
         run.count(each, before)
         found.append(run.taken(now))
-    expected = [1.0 - 0.5 / number for number in range(1, MOST_AVERAGED + 1)] + [1.0] * MOST_AVERAGED
-    assert [seconds for seconds, _ in found] == pytest.approx(expected)
-    once = [number >= FEWEST_AVERAGED for number in range(1, MOST_AVERAGED + 1)]
-    assert [is_typical for _, is_typical in found] == once + once
+    assert found[0] == (0.5, False)
+    assert found[1:] == [(1.0, number % NUM_AVERAGED == 0) for number in range(1, 2 * NUM_AVERAGED + 1)]
 
 
 def test_the_policy_does_not_hear_of_steps_that_are_yet_to_be_recorded(
@@ -1021,7 +1019,9 @@ def test_the_policy_hears_of_as_many_steps_as_it_wants(every: int) -> None:
 
 
 @pytest.mark.parametrize("async_depth", [0, 1])
-def test_steps_after_a_prompt_are_not_typical_on_a_cpu(async_depth: int) -> None:
+def test_steps_after_a_prompt_are_not_typical_on_a_cpu_nor_single_ones_where_they_overlap(
+    async_depth: int,
+) -> None:
     heard: list[StepOutcome] = []
     engine = core(FakeRunner(3, async_depth=async_depth))
     engine.policy = Chosen(lambda num_outputs: 3)
@@ -1033,12 +1033,27 @@ def test_steps_after_a_prompt_are_not_typical_on_a_cpu(async_depth: int) -> None
     for num_requests in (1, 2):
         typical = [step.is_typical for step in heard if step.num_requests == num_requests]
         assert len(typical) > AFTER_PROMPTS
-        from_the_start = [number % MOST_AVERAGED >= FEWEST_AVERAGED - 1 for number in range(len(typical))]
+        from_the_start = [number > 0 and number % NUM_AVERAGED == 0 for number in range(len(typical))]
         after_prompts = [number >= AFTER_PROMPTS for number in range(len(typical))]
         assert typical == (from_the_start if async_depth else after_prompts)
 
 
-@pytest.mark.parametrize(("async_depth", "every"), [(0, AFTER_PROMPTS - 1), (1, FEWEST_AVERAGED - 1)])
+def test_the_first_steps_after_many_prompts_are_not_typical_where_steps_overlap() -> None:
+    """Steps of prompts are none of those that are left out."""
+    heard: list[StepOutcome] = []
+    engine = core(FakeRunner(3, async_depth=1))
+    engine.policy = Chosen(lambda num_outputs: 3)
+    engine.policy.finished = heard.append  # type: ignore[method-assign]
+    for number in range(2 * MOST_LEFT_OUT):
+        engine.add_request(str(number), replace(spec(5, 1), token_ids=[number] * 5))
+        engine.step()
+    engine.add_request("a", spec(5, 40))
+    finish(engine)
+    typical = [step.is_typical for step in heard]
+    assert not any(typical[:NUM_AVERAGED]) and any(typical)
+
+
+@pytest.mark.parametrize(("async_depth", "every"), [(0, AFTER_PROMPTS - 1), (1, NUM_AVERAGED)])
 def test_where_all_steps_follow_prompts_they_are_typical_after_a_while(async_depth: int, every: int) -> None:
     heard: list[StepOutcome] = []
     engine = core(FakeRunner(3, async_depth=async_depth))

@@ -60,8 +60,8 @@ WORTH_SHOWING, SURELY_WORTH = 1.25, 3.0
 # decode already. Such a trial may lose this share of an output's plain steps beyond what is expected: predictions are
 # off by a few per cent.
 MOST_DECODING, DOUBTED_LOSS = 0.25, 0.02
-# Requests whose outputs differ by at most so many tokens began at about one time. Where slots are reused they differ by
-# nearly a whole output.
+# Requests whose outputs differ by at most so many tokens, or half of the longest, began at about one time. Where slots
+# are reused they differ by nearly a whole output.
 TOGETHER = 64
 MOST_TOKENS = 256  # output length that a new request is expected to have at most: limits are seldom reached
 
@@ -261,7 +261,7 @@ class AutoPolicy:
             kept.hurry()
             return kept
         self._probes.start(kept.num_made)
-        return kept.probe(self._longest(kept), self._probes.num_steps(kept.num_made))
+        return kept.probe(self._longest(kept), self._probes.num_reported(kept.num_made))
 
     def _after_probe(self, kept: Kept) -> Kept:
         """The choice that a probe has interrupted. It goes on, unless its drafts pay no longer by what is known."""
@@ -349,10 +349,8 @@ class AutoPolicy:
         num_tried = self._num_tried(asked)
         num_begun = sum(are_early) if level else 0
         worth = self._least_speedup(asked, num_others, num_begun, num_tried)
-        outputs = [request.num_outputs for request in asked]
-        end_together = max(outputs) - min(outputs) <= TOGETHER
         choice = self.chooser.best(
-            Counter(classes), num_others, context, stake, worth, level, end_together=end_together
+            Counter(classes), num_others, context, stake, worth, level, began_together=_began_together(asked)
         )
         if num_tried and not choice.num_drafts:
             self._exploring.lose(num_tried)
@@ -678,6 +676,13 @@ class AutoPolicy:
         """Whether nothing is known of any of these requests, nor waits among the reports."""
         seen = _ids(before)
         return not any(id(request) in seen or request.records[self.number].last_asked for request in asked)
+
+
+def _began_together(asked: Sequence[Progress]) -> bool:
+    """Whether these requests began at about one time."""
+    outputs = [request.num_outputs for request in asked]
+    longest = max(outputs)
+    return longest - min(outputs) <= max(TOGETHER, longest / 2)
 
 
 def _ids(kept: Kept | None) -> set[int]:

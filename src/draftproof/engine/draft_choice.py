@@ -23,7 +23,7 @@ WORTH_GOING_ON = 0.95
 # before, whose drafts it still verifies. Example: the last of 64 requests took 3 drafts, then one, 3, 5, 3 and 5 in
 # eleven steps, which cost a per cent of the text.
 WORTH_MORE = 1.03
-# Least gain, for each doubling of their number, for which requests that end together have more drafts. With more drafts
+# Least gain for more drafts of many requests that began together, for each doubling of their number. With more drafts
 # they end at more different times, the more so the more they are, and those that are left at the end are few. Example:
 # 64 requests, drafts that are right at 0.8. Three drafts gain 6 % over one in steps of all requests, and nothing until
 # the last has ended; at 0.85 they gain 12 % and 2 %.
@@ -142,13 +142,13 @@ class Chooser:
         worth: float = WORTH_IT,
         before: int = 0,
         *,
-        end_together: bool = True,
+        began_together: bool = True,
     ) -> DraftChoice:
         """The best choice for the `counts` of requests of each class and `num_others` that cannot draft. A step with
         the fewest drafts may risk at most `stake` plain steps, with more drafts a smaller part of that. What it risks
         is its longer time, less the tokens that counts so far vouch for. `context`: tokens of all requests; `worth`:
-        least speed-up; `before`: the level of the step before, if these requests were in it; `end_together`: whether
-        they began at about one time, and others do not follow when the first of them end."""
+        least speed-up; `before`: the level of the step before, if these requests were in it; `began_together`: whether
+        they began at about one time."""
         num_requests = sum(counts.values()) + num_others
         plain = DraftChoice({}, num_requests, self.costs.plain(num_requests, context), num_requests)
         if not stake:  # whatever counts vouch for, drafts have not paid
@@ -158,7 +158,7 @@ class Chooser:
         def search(limits: tuple[float, float]) -> DraftChoice:
             least = worth * plain.speed
             if self.costs.is_padded:
-                worth_more = _worth_more(num_requests, end_together=end_together)
+                worth_more = _worth_more(num_requests, began_together=began_together)
                 found = self._best_alike(counts, num_requests, context, limits, least, before, worth_more)
             else:
                 found = self._best_ragged(counts, num_requests, context, limits)
@@ -188,8 +188,8 @@ class Chooser:
         worth_more: float,
     ) -> DraftChoice | None:
         """The best choice with one level for all requests, of those that take at most `most` seconds: with the first
-        level, and with others; of those that are faster than `least`. The level `before` if no other gains
-        `worth_more`; else fewer drafts, if more do not."""
+        level, and with others; of those that are faster than `least`. The level `before` if more drafts do not gain
+        `worth_more` and fewer do not gain `WORTH_MORE`; else fewer drafts, if more do not gain `worth_more`."""
         first = self.costs.levels[1]
         found: dict[int, DraftChoice] = {}
         for level in self.costs.levels_for(num_requests)[1:]:
@@ -201,9 +201,10 @@ class Chooser:
             seconds = self.costs.step(num_requests, num_requests * (1 + level), level, context)
             if seconds <= most[level > first] and tokens / seconds > least:
                 found[level] = DraftChoice(num_drafts, tokens, seconds, tokens)
-        fastest = max((choice.speed for choice in found.values()), default=0.0)
-        if before in found and worth_more * found[before].speed >= fastest:
-            return found[before]
+        if before in found:
+            fewer, more = min(worth_more, WORTH_MORE) * found[before].speed, worth_more * found[before].speed
+            if not any(choice.speed > (more if k > before else fewer) for k, choice in found.items()):
+                return found[before]
         best = None
         for choice in found.values():
             if best is None or choice.speed > worth_more * best.speed:
@@ -316,11 +317,11 @@ class Chooser:
         return found
 
 
-def _worth_more(num_requests: int, *, end_together: bool) -> float:
-    """Least gain for which padded steps of so many requests have more drafts, or others; for one alone any counts."""
-    if end_together:
-        return float(WORTH_MORE_EACH ** math.log2(num_requests))
-    return WORTH_MORE if num_requests > 1 else 1.0
+def _worth_more(num_requests: int, *, began_together: bool) -> float:
+    """Least gain for which padded steps of so many requests have more drafts; for one alone any counts."""
+    if num_requests == 1:
+        return 1.0
+    return max(WORTH_MORE, WORTH_MORE_EACH ** math.log2(num_requests)) if began_together else WORTH_MORE
 
 
 def _num_accepted(

@@ -25,12 +25,13 @@ ROUNDS_TOGETHER = 4
 # Steps after one with prompts, on a CPU, that say nothing of how long such steps take: a prompt's products slow the
 # processor for a while (a Xeon with AMX by 1.6 at first, by 1.1 after four steps).
 AFTER_PROMPTS = 6
-MOST_LEFT_OUT = 64  # steps in a row that are left out for that; under steady load there may be no others
-# Overlapping steps whose average says how long such steps take, at least, and from which on the next average begins. A
-# result is seen up to a step late, after prompts above all, so the first step of a row seems as much shorter. Example:
-# steps with one draft for each of 64 requests of an 8B model take 1.20 plain ones. They were reported one by one at
-# first, seemed to take 1.10, and that was believed for good: later ones were put down to the machine's pace.
-FEWEST_AVERAGED, MOST_AVERAGED = 4, 8
+# Steps in a row that are left out for that, or since too few are alike in a row: under steady load there may be no
+# others.
+MOST_LEFT_OUT = 64
+# Overlapping steps whose average says how long such steps take. Example: steps with one draft for each of 64 requests
+# of an 8B model take 1.20 plain ones. When they were reported one by one at first, they seemed to take 1.10, and that
+# was believed for good: what later ones took was put down to the machine's pace.
+NUM_AVERAGED = 4
 
 
 def can_compare(runner: Runner) -> bool:
@@ -85,12 +86,14 @@ class Repeat:
 
 class StepRun:
     """Overlapping steps of one size in a row, whose time is averaged: when a result is seen depends on what the host is
-    at, so that single steps of 8.3 ms seemed to take 7.0 to 11.5. See `FEWEST_AVERAGED`."""
+    at, so that single steps of 8.3 ms seemed to take 7.0 to 11.5. The first of a row is left out once there are others:
+    the result before it may have been a prompt's, which is seen late, so that it seems as much shorter."""
 
     def __init__(self) -> None:
         self._size: tuple[int, int, int] | None = None
         self._start = 0.0  # seconds of `time.perf_counter`
         self._num_steps = 0
+        self._has_first = False
 
     def count(self, scheduled: Sequence[ScheduledRequest] | None, before: float) -> None:
         """Count a finished step; None: one that is not to be told of. `before`: when the result before was seen."""
@@ -99,17 +102,18 @@ class StepRun:
             return
         most_rows, most_drafts = max(s.num_rows for s in scheduled), max(s.num_drafts for s in scheduled)
         size = len(scheduled), most_rows, most_drafts
-        if size != self._size:
+        if size != self._size or self._has_first:
+            self._has_first = size != self._size
             self._size, self._start, self._num_steps = size, before, 0
         self._num_steps += 1
 
     def taken(self, now: float) -> tuple[float, bool]:
-        """(average seconds of the steps counted so far, whether they are enough to be typical). Once there are
-        `MOST_AVERAGED`, the next run starts now."""
+        """(average seconds of the steps counted so far, whether they are `NUM_AVERAGED`). Then the next run starts."""
         num_steps, start = self._num_steps, self._start
-        if num_steps >= MOST_AVERAGED:
+        is_average = num_steps >= NUM_AVERAGED
+        if is_average:
             self._start, self._num_steps = now, 0
-        return (now - start) / num_steps, num_steps >= FEWEST_AVERAGED
+        return (now - start) / num_steps, is_average
 
 
 class Drafting:
@@ -360,7 +364,7 @@ class Drafting:
         reported; the first steps after them are not typical. `num_steps`: steps so far.
 
         Where steps overlap, a step's time is the average of those like it in a row (`StepRun`), typical if they are
-        some; a step launched on an idle device is left out. Without overlap see `_alone`.
+        `NUM_AVERAGED`; a step launched on an idle device is left out. Without overlap see `_alone`.
         """
         self._tell(flight, results, was_wanted=was_wanted, num_steps=num_steps)
         self._last_end = time.perf_counter()
@@ -380,7 +384,7 @@ class Drafting:
         is_late = is_ahead and flight.start > before
         is_told = was_wanted and not is_late and not flight.pending.is_warming
         if is_ahead:
-            self._run.count(flight.scheduled if is_told and not flight.has_prompts else None, before)
+            self._count_ahead(flight.scheduled if is_told and not flight.has_prompts else None, before)
         policy, is_plain = self.policy, flight.is_plain
         if not (is_plain or flight.has_prompts):
             self._num_tokens += sum([len(result.token_ids) for result in results])
@@ -433,18 +437,23 @@ class Drafting:
         return own - self._choosing_seconds + min(max(0.0, start - self._last_end), own)
 
     def _overlapped(self, now: float) -> float:
-        """Seconds of a step that overlaps with others."""
+        """Seconds of a step that overlaps with others: an average. If it is of enough of them it is typical."""
         seconds, is_average = self._run.taken(now)
         if is_average:
             self._num_left_out = 0
         return seconds
 
+    def _count_ahead(self, scheduled: Sequence[ScheduledRequest] | None, before: float) -> None:
+        """Count a finished step where they overlap; see `StepRun.count`."""
+        self._run.count(scheduled, before)
+        self._num_left_out += scheduled is not None
+
     def _count(self, has_prompts: bool) -> None:
-        """Count a finished step. It is left out if its time does not say how long such steps take."""
+        """Count a finished step; where steps do not overlap, as typical or as left out."""
         self._num_since_prompts = 0 if has_prompts else self._num_since_prompts + 1
-        self._num_left_out += 1
-        if not self._runner.async_depth and self._num_since_prompts > AFTER_PROMPTS:
-            self._num_left_out = 0
+        if not self._runner.async_depth:
+            is_typical = self._num_since_prompts > AFTER_PROMPTS
+            self._num_left_out = 0 if is_typical else self._num_left_out + 1
 
     def _prompted(self, flight: InFlightStep) -> None:
         """Report the drafter's time for a step most of whose rows are prompts', where the host's clock measures it."""

@@ -57,7 +57,7 @@ class Kept:
     num_steps: int = 0
     num_before: int = 0  # steps that it was used for before it was passed on to its requests
     num_probed: int = 0  # the same, before it was last interrupted
-    num_probing: int = 0  # reported steps of a probe
+    num_reported: int = 0  # steps of a probe, until it is over
     longest: float = 1.0  # plain steps that a step with all its drafts took, as was believed then
     num_told: int = 0  # steps reported by `finished`
     num_renewed: int = 0  # steps that it was used for when its price was last looked at
@@ -76,7 +76,7 @@ class Kept:
         self.num_told = 0
         self.num_before = self._num_more = self.num_steps
 
-    def probe(self, longest: float, num_steps: int) -> Kept:
+    def probe(self, longest: float, num_reported: int) -> Kept:
         """What is kept instead until so many steps without drafts are reported. `longest`: see there."""
         self.num_probed, self.longest = self.num_steps, longest
         return replace(
@@ -86,7 +86,7 @@ class Kept:
             may_wait=False,
             report_every=1,
             interrupted=self,
-            num_probing=num_steps,
+            num_reported=num_reported,
             num_steps=0,
             _num_more=0,
             num_before=0,
@@ -156,7 +156,7 @@ class Kept:
     def num_left(self) -> int:
         """For how many more steps it is kept, at most."""
         if self.is_probe:
-            return max(0, 2 * self.num_probing - self.num_steps)
+            return max(0, 2 * self.num_reported - self.num_steps)
         if not self.choice.num_drafts:
             return RESTING_EVERY  # it ends by what is reported
         return ROUNDS_KEPT * self.longer + self._num_more - self.num_steps
@@ -172,7 +172,7 @@ class Kept:
         `stake`, in plain steps."""
         self.num_told += num_steps
         if self.is_probe:
-            self.is_over = self.is_over or self.num_told >= self.num_probing
+            self.is_over = self.is_over or self.num_told >= self.num_reported
         elif not self.choice.num_drafts:
             self.is_over = self.num_told >= TOLD_KEPT * self.longer
         elif not self.may_wait and (stake < self.choice.risk or not stake):

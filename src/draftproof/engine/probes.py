@@ -26,7 +26,7 @@ DOUBTFUL, DOUBTED_SOONER = 1.25, 4.0
 # The first of them do not count: after steps of many rows those of one are longer (`profile.SETTLING`). Suffix drafting
 # for one request of `small`: 1.31 ms for the target's pass, 1.06 where all steps are plain.
 NUM_SETTLING = 3
-# The same of a lookup's for several requests, whose steps with drafts have many rows. Suffix drafting for four of
+# More of a lookup's for several requests, whose steps with drafts have many rows. Example: suffix drafting for four of
 # `tiny`: 1.49, 1.36, 1.31, 1.23, 1.17, 1.17, 1.15, 1.05 ms after steps of 68 rows, and 1.03 from then on.
 NUM_SETTLING_TOGETHER = 8
 CLEARLY_LESS = 0.95
@@ -55,7 +55,7 @@ class Probes:
             return False
         if about_as_many not in self._known and not self.is_seen:
             return True
-        num_probed = self.num_steps(num_requests)
+        num_reported = self.num_reported(num_requests)
         plain = choice.plain_seconds
         # plain steps that each step loses, where one with drafts stands for so many
         num_plain = choice.speed * choice.seconds / num_requests
@@ -67,13 +67,13 @@ class Probes:
                 share *= max(1.0, DOUBTED_SOONER / (1 + num_probes))
         elif num_probes == 1:
             share *= SECOND_SOONER
-        return num_drafted * num_plain >= num_probed * lost / share
+        return num_drafted * num_plain >= num_reported * lost / share
 
     def num_settling(self, num_requests: int) -> int:
         """Number of a probe's first steps that do not count."""
         return NUM_SETTLING if self.is_seen or num_requests == 1 else NUM_SETTLING_TOGETHER
 
-    def num_steps(self, num_requests: int) -> int:
+    def num_reported(self, num_requests: int) -> int:
         """Number of reported steps of a probe."""
         return PROBED_STEPS - NUM_SETTLING + self.num_settling(num_requests)
 
