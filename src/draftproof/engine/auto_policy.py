@@ -349,8 +349,9 @@ class AutoPolicy:
         num_tried = self._num_tried(asked)
         num_begun = sum(are_early) if level else 0
         worth = self._least_speedup(asked, num_others, num_begun, num_tried)
+        together = self.costs.is_padded and _began_together(asked)  # else it does not matter
         choice = self.chooser.best(
-            Counter(classes), num_others, context, stake, worth, level, began_together=_began_together(asked)
+            Counter(classes), num_others, context, stake, worth, level, began_together=together
         )
         if num_tried and not choice.num_drafts:
             self._exploring.lose(num_tried)

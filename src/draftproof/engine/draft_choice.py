@@ -148,7 +148,7 @@ class Chooser:
         the fewest drafts may risk at most `stake` plain steps, with more drafts a smaller part of that. What it risks
         is its longer time, less the tokens that counts so far vouch for. `context`: tokens of all requests; `worth`:
         least speed-up; `before`: the level of the step before, if these requests were in it; `began_together`: whether
-        they began at about one time."""
+        they began at about one time, where steps are padded."""
         num_requests = sum(counts.values()) + num_others
         plain = DraftChoice({}, num_requests, self.costs.plain(num_requests, context), num_requests)
         if not stake:  # whatever counts vouch for, drafts have not paid

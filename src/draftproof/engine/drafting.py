@@ -93,7 +93,8 @@ class StepRun:
         self._size: tuple[int, int, int] | None = None
         self._start = 0.0  # seconds of `time.perf_counter`
         self._num_steps = 0
-        self._has_first = False
+        self._has_first = False  # the steps counted are the first of a row
+        self._num_left_out = 0  # steps since an average was told
 
     def count(self, scheduled: Sequence[ScheduledRequest] | None, before: float) -> None:
         """Count a finished step; None: one that is not to be told of. `before`: when the result before was seen."""
@@ -106,14 +107,15 @@ class StepRun:
             self._has_first = size != self._size
             self._size, self._start, self._num_steps = size, before, 0
         self._num_steps += 1
+        self._num_left_out += 1
 
     def taken(self, now: float) -> tuple[float, bool]:
-        """(average seconds of the steps counted so far, whether they are `NUM_AVERAGED`). Then the next run starts."""
+        """(average seconds of the steps counted so far, whether that is typical). The next run starts once they are
+        `NUM_AVERAGED`."""
         num_steps, start = self._num_steps, self._start
-        is_average = num_steps >= NUM_AVERAGED
-        if is_average:
-            self._start, self._num_steps = now, 0
-        return (now - start) / num_steps, is_average
+        if num_steps >= NUM_AVERAGED:
+            self._start, self._num_steps, self._num_left_out = now, 0, 0
+        return (now - start) / num_steps, _is_typical(self._num_left_out)
 
 
 class Drafting:
@@ -131,7 +133,7 @@ class Drafting:
         self._last_result = 0.0  # when a step's result was last taken in: seconds of `time.perf_counter`
         self._last_end = 0.0  # when the policy had heard of it
         self._num_since_prompts = 0  # finished steps
-        self._num_left_out = 0  # finished steps since one that is typical
+        self._num_left_out = 0  # finished steps since one that no prompt has slowed
         self._first_followed = 0  # the request whose proposal is told of first
         # since a step with drafts was reported, in all such steps: tokens, and requests
         self._num_tokens = 0
@@ -377,14 +379,14 @@ class Drafting:
         self._last_result = now
         if flight.shadowing is not None:
             self._keep_shadows(flight, results, flight.shadowing)
-        self._count(flight.has_prompts)
+        is_settled = self._count(flight.has_prompts)
         if not self._runner.num_drafts:
             return
         is_ahead = self._runner.async_depth > 0
         is_late = is_ahead and flight.start > before
         is_told = was_wanted and not is_late and not flight.pending.is_warming
         if is_ahead:
-            self._count_ahead(flight.scheduled if is_told and not flight.has_prompts else None, before)
+            self._run.count(flight.scheduled if is_told and not flight.has_prompts else None, before)
         policy, is_plain = self.policy, flight.is_plain
         if not (is_plain or flight.has_prompts):
             self._num_tokens += sum([len(result.token_ids) for result in results])
@@ -402,7 +404,8 @@ class Drafting:
         if flight.has_prompts:
             self._prompted(flight)
             return
-        seconds = self._overlapped(now) if is_ahead else self._alone(flight.start, now)
+        taken = self._run.taken(now) if is_ahead else (self._alone(flight.start, now), is_settled)
+        seconds, is_typical = taken
         pending = flight.pending
         passes = seconds if is_ahead else pending.target_seconds + pending.draft_seconds
         # not a chain's, which depends on which member drafts, nor where a lookup waits for the device
@@ -422,7 +425,7 @@ class Drafting:
                 host_seconds,
                 draft_seconds,
                 each_tokens,
-                is_typical=not self._num_left_out or self._num_left_out > MOST_LEFT_OUT,
+                is_typical=is_typical,
                 lookups=self._runner.lookups,
             )
         )
@@ -436,24 +439,11 @@ class Drafting:
         own = now - start
         return own - self._choosing_seconds + min(max(0.0, start - self._last_end), own)
 
-    def _overlapped(self, now: float) -> float:
-        """Seconds of a step that overlaps with others: an average. If it is of enough of them it is typical."""
-        seconds, is_average = self._run.taken(now)
-        if is_average:
-            self._num_left_out = 0
-        return seconds
-
-    def _count_ahead(self, scheduled: Sequence[ScheduledRequest] | None, before: float) -> None:
-        """Count a finished step where they overlap; see `StepRun.count`."""
-        self._run.count(scheduled, before)
-        self._num_left_out += scheduled is not None
-
-    def _count(self, has_prompts: bool) -> None:
-        """Count a finished step; where steps do not overlap, as typical or as left out."""
+    def _count(self, has_prompts: bool) -> bool:
+        """Count a finished step. Returns whether its time says how long such steps take, where they do not overlap."""
         self._num_since_prompts = 0 if has_prompts else self._num_since_prompts + 1
-        if not self._runner.async_depth:
-            is_typical = self._num_since_prompts > AFTER_PROMPTS
-            self._num_left_out = 0 if is_typical else self._num_left_out + 1
+        self._num_left_out = 0 if self._num_since_prompts > AFTER_PROMPTS else self._num_left_out + 1
+        return _is_typical(self._num_left_out)
 
     def _prompted(self, flight: InFlightStep) -> None:
         """Report the drafter's time for a step most of whose rows are prompts', where the host's clock measures it."""
@@ -464,6 +454,11 @@ class Drafting:
         if num_of_prompts > num_rows / 2:
             asked = [s.num_drafts for s in flight.scheduled if s.num_drafts]
             self.policy.prompted(num_rows, flight.pending.draft_seconds, len(asked), max(asked, default=0))
+
+
+def _is_typical(num_left_out: int) -> bool:
+    """Whether a step counts after so many, itself included, that were left out."""
+    return num_left_out == 0 or num_left_out > MOST_LEFT_OUT
 
 
 def _of_rows(rows: Sequence[PlannedRows], asked: Sequence[Progress], numbers: Sequence[int]) -> list[int]:

@@ -55,7 +55,6 @@ class Probes:
             return False
         if about_as_many not in self._known and not self.is_seen:
             return True
-        num_reported = self.num_reported(num_requests)
         plain = choice.plain_seconds
         # plain steps that each step loses, where one with drafts stands for so many
         num_plain = choice.speed * choice.seconds / num_requests
@@ -67,7 +66,7 @@ class Probes:
                 share *= max(1.0, DOUBTED_SOONER / (1 + num_probes))
         elif num_probes == 1:
             share *= SECOND_SOONER
-        return num_drafted * num_plain >= num_reported * lost / share
+        return num_drafted * num_plain >= self.num_reported(num_requests) * lost / share
 
     def num_settling(self, num_requests: int) -> int:
         """Number of a probe's first steps that do not count."""
