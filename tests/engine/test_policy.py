@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from draftproof.engine import keeping
 from draftproof.engine.acceptance import (
     ODDS_STEP,
     OWN_FADING,
@@ -55,8 +56,9 @@ from draftproof.engine.draft_choice import DOUBTED, WORTH_IT, Chooser, DraftChoi
 from draftproof.engine.exploring import Exploring
 from draftproof.engine.host_costs import LEAST_HOST, HostCosts
 from draftproof.engine.interface import RowPrice
-from draftproof.engine.keeping import LEARNED_EVERY, LOOKUPS_EVERY, MANY, OBSERVED_EVERY
+from draftproof.engine.keeping import LEARNED_EVERY, LOOKUPS_EVERY, MANY, MOST_OFTEN, OBSERVED_EVERY
 from draftproof.engine.kept_choice import (
+    FEWEST_HURRIED,
     FIRST_KEPT,
     MOST_KEPT,
     PLAIN_EVERY,
@@ -71,10 +73,11 @@ from draftproof.engine.opening import NUM_OPENING
 from draftproof.engine.policy import FixedPolicy
 from draftproof.engine.probes import (
     FEWEST_APART,
+    LOOKUPS_SHARE,
     NUM_SETTLING,
     NUM_SETTLING_TOGETHER,
-    PROBED_SHARE,
     PROBED_STEPS,
+    SOONER,
     Probes,
 )
 from draftproof.engine.progress import Progress, Round
@@ -1316,8 +1319,8 @@ def test_a_probe_ends_also_if_nobody_is_asked_any_more() -> None:
 @pytest.mark.parametrize("is_seen", [True, False])
 def test_the_first_probe_comes_early_where_it_tells_for_sure(is_seen: bool) -> None:
     """Steps with drafts bring ten tokens, so that others lose much, and are seldom probed: once for 54 tokens, a fifth
-    of a per cent of what 2,700 steps bring, and the second twice as often. `is_seen`: see `Probes`; the drafter then
-    takes 0.05 of a step, too."""
+    of a per cent of what 2,700 steps bring. A lookup's half of a per cent, those after the first sooner: four times,
+    twice, a third. `is_seen`: see `Probes`; the drafter then takes 0.05 of a step, too."""
     choice = DraftChoice({RequestClass(0): 12}, tokens=10.0, seconds=1.0, balanced=10.0)
     its = Probes(costs(), is_seen=is_seen)
     found = []
@@ -1326,14 +1329,15 @@ def test_the_first_probe_comes_early_where_it_tells_for_sure(is_seen: bool) -> N
         if its.is_due(choice, 1):
             its.start(1)
             found.append(number + 1)
-    first = FEWEST_APART
-    assert found == ([2715, 5430] if is_seen else [first, first + 1350, first + 4050, first + 6750])
+    of_lookup = [FEWEST_APART, *(FEWEST_APART + steps for steps in (270, 810, 1620, 2700, 3780, 4860, 5940))]
+    assert found == ([2715, 5430] if is_seen else pytest.approx(of_lookup, abs=2))
 
 
 @pytest.mark.parametrize("is_seen", [True, False])
 def test_a_model_s_first_probes_come_sooner_where_its_drafts_gain_little(is_seen: bool) -> None:
     """Drafts are believed to gain a tenth, which an error of the costs may make a loss: the first probe comes after a
-    quarter of the steps, the second after half of them, the third after three quarters. Those of a lookup as usual."""
+    quarter of the steps, the second after half of them, the third after three quarters. A lookup's first comes at once,
+    the next as often as may be."""
     choice = DraftChoice({RequestClass(0): 1}, tokens=1.1, seconds=1.0, balanced=1.1)
     its = Probes(costs(), is_seen=is_seen)
     found, apart = [0], list[int]()
@@ -1347,7 +1351,8 @@ def test_a_model_s_first_probes_come_sooner_where_its_drafts_gain_little(is_seen
         usual = apart[-1]
         assert apart[:4] == pytest.approx([usual / 4, usual / 2, usual * 3 / 4, usual], abs=1)
     else:
-        assert apart[0] == FEWEST_APART and apart[2] == pytest.approx(2 * apart[1], abs=1)
+        usual = math.ceil(PROBED_STEPS * (1.1 - 1.0) / LOOKUPS_SHARE / 1.1)
+        assert apart[:3] == [FEWEST_APART] * 3 and apart[4:6] == [usual, usual]
 
 
 def test_a_probe_s_first_step_counts_as_what_it_is() -> None:
@@ -1405,12 +1410,12 @@ def test_a_choice_is_not_kept_for_others() -> None:
     assert its._kept is not made and made is not None and len(made.asked) == 4
 
 
-@pytest.mark.parametrize(("rate", "least", "most"), [(0.3, 9, 11), (0.9, 4, 5)])
+@pytest.mark.parametrize(("rate", "least", "most"), [(0.3, 24, 26), (0.9, 9, 11)])
 def test_a_lookup_that_always_drafts_measures_plain_steps_now_and_then(
     rate: float, least: int, most: int
 ) -> None:
-    """The more often, the less they lose: a fifth of a per cent. Each of them is reported, and none counts as a step
-    whose drafts were left out."""
+    """The more often, the less they lose: half a per cent, at first more. Each of them is reported, and none counts as
+    a step whose drafts were left out."""
     its, one = policy(rate, row=0.002, step=0.001), request(4)
     its.is_lookup, its.probes, its.savings = True, True, MOST_SAVED
     its.__post_init__()
@@ -1440,17 +1445,40 @@ def test_what_plain_steps_take_is_found_out_while_lookups_draft() -> None:
     assert num_drafted[0] and sum(num_drafted[-2000:]) < 200
 
 
+@pytest.mark.parametrize(("tokens", "num_left"), [(4.0, ROUNDS_KEPT), (12.0, 3), (40.0, FEWEST_HURRIED)])
+def test_a_probe_comes_early_in_texts_that_take_few_steps(tokens: float, num_left: int) -> None:
+    """Four requests, and so many tokens a step: a probe in which one ends tells nothing."""
+    its, asked = policy(0.9, row=0.001, step=0.01), [request(4, n) for n in range(4)]
+    its._choosing_seconds = 1e3
+    its.choose(asked, 0)
+    kept = its._kept
+    assert kept is not None and kept.num_left > ROUNDS_KEPT
+    kept.choice = kept.choice._replace(tokens=tokens)
+    kept.hurry()
+    assert kept.num_left == num_left
+
+
+@pytest.mark.parametrize(("seconds", "num_apart"), [(1.0, FEWEST_APART), (1.9, FEWEST_APART), (8.0, 16)])
+def test_a_first_probe_comes_after_fewer_long_steps(seconds: float, num_apart: int) -> None:
+    its = Probes(costs(), is_seen=False)
+    choice = DraftChoice(
+        {RequestClass(0): 8}, tokens=seconds, seconds=seconds, balanced=1.0, worst=seconds - 1.0
+    )
+    assert choice.plain_seconds == 1.0
+    assert not its.is_due(choice, 1, num_apart - 1) and its.is_due(choice, 1, num_apart)
+
+
 @pytest.mark.parametrize("gain", [0.97, 1.0, 1.1, 3.0])
 def test_probes_lose_little_and_are_not_made_all_the_time(gain: float) -> None:
     """Drafts that have paid go on for a while where they do not."""
     its = Probes(costs(), is_seen=False)
     choice, num_steps = DraftChoice({RequestClass(0): 1}, gain, 1.0, gain), 0
-    for _ in range(2):
+    for _ in range(math.ceil(SOONER)):
         its.start(1)
     while not its.is_due(choice, 1):
         its.count(1, 1, has_drafts=True)
         num_steps += 1
-    assert num_steps == max(FEWEST_APART, math.ceil(PROBED_STEPS * (1.0 - 1.0 / gain) / PROBED_SHARE))
+    assert num_steps == max(FEWEST_APART, math.ceil(PROBED_STEPS * (1.0 - 1.0 / gain) / LOOKUPS_SHARE))
     its.count(1, 1, has_drafts=False)
     assert not its.is_due(choice, 1), "a step without drafts has told already"
 
@@ -1483,8 +1511,8 @@ def test_a_choice_that_a_probe_has_interrupted_goes_on_if_its_drafts_pay(plain: 
     assert kept.num_left > 2 * ROUNDS_KEPT and not its._probes.is_due(kept.choice, 1, kept.num_unprobed)
     its._probes._num_drafted = {1: 10**6}
     its.choose([one], 0)
-    assert its._kept is kept and kept.num_left == ROUNDS_KEPT - 1 and not its.is_probing
-    for _ in range(ROUNDS_KEPT):
+    assert its._kept is kept and kept.num_left == FEWEST_HURRIED - 1 and not its.is_probing
+    for _ in range(FEWEST_HURRIED):
         its.choose([one], 0)
     assert its.is_probing and its._probes._num_drafted == {1: 0}
     its.finished(StepOutcome(1, 9, 0, 9, 0, 1.5))  # verifies the drafts that there are
@@ -2230,8 +2258,11 @@ def test_one_request_that_finds_repeated_text_ends_a_choice_without_drafts(given
 @pytest.mark.parametrize(
     ("share", "savings", "every"), [(0.0, 2.0, 1), (0.9, 2.0, LOOKUPS_EVERY), (0.9, 30.0, 8)]
 )
-def test_at_low_savings_a_lookup_s_steps_are_told_of_sooner(share: float, savings: float, every: int) -> None:
+def test_at_low_savings_a_lookup_s_steps_are_told_of_sooner(
+    share: float, savings: float, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without drafts each that has some: they are compared, and tell whether there would be any."""
+    monkeypatch.setattr(keeping, "REPORTING_SECONDS", 0.15)  # small models: a sixth of a step
     its = looking_up(share)
     its.savings = savings
     assert any(its.choose([request(4, 1)], 0)) == (share > 0)
@@ -2248,11 +2279,26 @@ def test_steps_of_a_lookup_are_told_of_seldom_once_much_is_known(
     """And while the savings last for as long again, and for the 32 steps that nobody has told of then."""
     monkeypatch.setattr(StepCosts, "num_observed", lambda costs, number: WELL_KNOWN * is_known)
     monkeypatch.setattr(Ledger, "affordable", lambda its, worst: lasting)
+    monkeypatch.setattr(keeping, "REPORTING_SECONDS", 0.15)  # small models: a sixth of a step
     its = looking_up(0.9)
     its._choosing_seconds = 1e3 * is_long
     its.choose([request(4, 1)], 0)
     assert its._kept is not None and its._kept.is_long == is_long
     assert its.report_every == OBSERVED_EVERY * every
+
+
+@pytest.mark.parametrize(("steps", "every"), [(1e-3, MOST_OFTEN), (0.01, 4), (0.15, 4 * OBSERVED_EVERY)])
+def test_long_steps_of_a_lookup_are_told_of_more_often(
+    steps: float, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A text has few of them. `steps`: what a report takes, in plain steps; one with drafts is longer."""
+    monkeypatch.setattr(StepCosts, "num_observed", lambda costs, number: WELL_KNOWN)
+    monkeypatch.setattr(Ledger, "affordable", lambda its, worst: 20.0)
+    monkeypatch.setattr(keeping, "REPORTING_SECONDS", steps)
+    its = looking_up(0.9)
+    its._choosing_seconds = 1e3
+    its.choose([request(4, 1)], 0)
+    assert its.report_every == every
 
 
 def test_a_choice_holds_for_requests_almost_like_those_it_was_made_for() -> None:

@@ -18,6 +18,7 @@ from draftproof.engine.row_price import RowPrices
 # unless it is a lookup's and the savings last. Then it may go on for as long again, if the drafter stops by itself or
 # is a lookup, or be passed on to new requests.
 ROUNDS_KEPT, TOLD_KEPT = 8, 3
+FEWEST_HURRIED = 2
 PLAIN_EVERY = 8
 # While no request can draft, or a choice without drafts is kept for long, one step in so many is reported, and stands
 # for four of those.
@@ -95,8 +96,10 @@ class Kept:
         )
 
     def hurry(self) -> None:
-        """Be over after `ROUNDS_KEPT` more steps at most."""
-        self._num_more -= max(0, self.num_left - ROUNDS_KEPT)
+        """Be over after the steps that `ROUNDS_KEPT` tokens of each request take, at most. Example: of a lookup whose
+        steps bring ten tokens two of the ten that a text has; after eight it would end before a probe does."""
+        num_steps = max(FEWEST_HURRIED, round(ROUNDS_KEPT * self.num_made / self.choice.tokens))
+        self._num_more -= max(0, self.num_left - num_steps)
 
     def go_on(self, savings: float) -> None:
         """Be kept for as long again, if `savings` are what is saved now."""

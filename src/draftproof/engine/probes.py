@@ -16,7 +16,11 @@ from draftproof.engine.draft_choice import DraftChoice
 # the caches. So what they take besides is only a bound: it counts if it is clearly less than expected. With a lookup,
 # steps that ask it and verify nothing tell nearly as much as probes.
 PROBED_STEPS, PROBED_SHARE = 6, 0.002
-SECOND_SOONER = 2.0  # how much sooner the second of a lookup comes than later ones: one tells little
+# A lookup's are not seen, so each tells, but not for long: where memory is shared with other programs, plain steps take
+# up to twice as long for seconds, and those with many rows hardly longer. And one is off by a tenth. So they may take
+# more of the time, and after the first the next come sooner by this, divided by how many there were. Example: suffix
+# drafting for one of `tiny` was believed to gain 2.88 and gained 2.08, for one of `small` 4.5 and 3.7.
+LOOKUPS_SHARE, SOONER = 0.005, 4.0
 # Where drafts are believed to gain less than `DOUBTFUL`, an error of the costs decides whether they pay, and only a
 # probe ends it: time that all steps take too long is put down to the machine's pace. So there the first three of a
 # drafter with a model come sooner, up to four times. Example: MTP for four of `tiny`, steps with one draft believed to
@@ -30,7 +34,9 @@ NUM_SETTLING = 3
 # `tiny`: 1.49, 1.36, 1.31, 1.23, 1.17, 1.17, 1.15, 1.05 ms after steps of 68 rows, and 1.03 from then on.
 NUM_SETTLING_TOGETHER = 8
 CLEARLY_LESS = 0.95
-FEWEST_APART = 64  # steps with drafts before a probe, at least
+# Steps with drafts before a probe, at least; or so many plain ones that they take as long as. Example: suffix drafting
+# for 16 of `small`, ten steps a text, each as long as ten plain ones: after two texts instead of seven.
+FEWEST_APART, SHORTEST_APART = 64, 128
 
 
 @dataclass(slots=True)
@@ -51,21 +57,22 @@ class Probes:
         yet to be counted."""
         about_as_many = num_requests.bit_length()
         num_drafted = self._num_drafted.get(about_as_many, 0) + num_steps
-        if num_drafted < FEWEST_APART:
+        plain = choice.plain_seconds
+        if num_drafted < FEWEST_APART and num_drafted * choice.seconds < SHORTEST_APART * plain:
             return False
         if about_as_many not in self._known and not self.is_seen:
             return True
-        plain = choice.plain_seconds
         # plain steps that each step loses, where one with drafts stands for so many
         num_plain = choice.speed * choice.seconds / num_requests
         gain = choice.speed * plain / num_requests
-        lost, share, num_probes = gain - 1.0, PROBED_SHARE, self._num_probes[about_as_many]
+        lost, num_probes = gain - 1.0, self._num_probes[about_as_many]
         if self.is_seen:
+            share = PROBED_SHARE
             lost += self.costs.draft.at(num_requests, self.costs.levels[1]) / plain
             if gain < DOUBTFUL:
                 share *= max(1.0, DOUBTED_SOONER / (1 + num_probes))
-        elif num_probes == 1:
-            share *= SECOND_SOONER
+        else:
+            share = LOOKUPS_SHARE * max(1.0, SOONER / max(1, num_probes))
         return num_drafted * num_plain >= self.num_reported(num_requests) * lost / share
 
     def num_settling(self, num_requests: int) -> int:
