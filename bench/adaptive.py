@@ -18,8 +18,8 @@ Predictions are for steps in which all requests decode: of what the number of dr
 every prompt was decoded with the maximum of drafts. Their costs are those that `auto` has learned in service; their
 acceptance is measured with that number, over the same turns. After the cell's turns they are compared with all steps of
 that kind, not just those that a policy would be told, with so many drafts and with none, in turns, which take seconds
-even if the cell has few. `auto` goes on beside them: a machine's speed changes, for one kind of step more than for
-others, and a prediction is for the machine that it was learned on.
+even if the cell has few. `auto` goes on beside them, and what it believes after each turn counts alike: a machine's
+speed changes, for one kind of step more than for others, and a prediction is for the machine that it was learned on.
 
 A fixed number that is far slower than the best in the first turns is left out of the later ones. With one wave one pair
 of engines serves all batches. At the end a table of all cells is printed.
@@ -31,7 +31,8 @@ prompts again. Here every fixed number must be beaten, over all turns: those fro
 decoding has its own bound.
 --predictions: nothing but these, of all cells in a quarter of the time. A cell fails if its one is off by 10 %.
 --matrix: about one comparison in twenty would fail by chance where both are as fast as the bound says, and there are
-hundreds. So a cell that fails is measured again with four times the turns, and what that shows counts, for or against.
+hundreds. So a cell that fails is measured again with four times the turns, and a prediction that is off for four times
+as long; what that shows counts, for or against.
 """
 
 from __future__ import annotations
@@ -61,9 +62,10 @@ from draftproof.bench import internals, workload
 from draftproof.cli.prompts import read_file
 from draftproof.drafters import recordings
 from draftproof.drafters.replay import ReplayDrafter
+from draftproof.engine.acceptance import Acceptance
 from draftproof.engine.auto_policy import AutoPolicy
 from draftproof.engine.chain_policy import ChainPolicy
-from draftproof.engine.costs import StepOutcome
+from draftproof.engine.costs import StepCosts, StepOutcome
 from draftproof.engine.policy import FixedPolicy, Parts, Policy
 from draftproof.engine.progress import Progress
 from draftproof.metrics import Prediction
@@ -73,7 +75,6 @@ RESAMPLES = 2000
 # share of the best way's speed in the first turns: a fixed number below it is not tried again
 HOPELESS = 0.75
 FEWEST_TURNS = 4
-MEASURED_SECONDS = 6.0  # least time for what a prediction is compared with
 LEARNED_FROM = 16  # requests that an engine in service has seen
 # Texts, and batches of them: the same drafts are right each time. In two texts one rule was 2 % faster than each fixed
 # number, by chance, and in two batches whose last request happened to be slow with three drafts one was 2 % faster.
@@ -147,13 +148,13 @@ class Way:
             kept.clear()
 
     def decoding_speed(self, batch: int) -> float:
-        """Tokens per second of steps in which `batch` requests decode, each as long as the median of its size: a single
-        disturbance is no matter of prediction."""
+        """Tokens per second of steps in which `batch` requests decode, each as long as the mean of its size without the
+        fastest and slowest tenth: a single disturbance is no matter of prediction, slow seconds are."""
         steps = [step for step in self.steps if step.num_requests == batch]
         by_size: dict[tuple[int, int], list[float]] = {}
         for step in steps:
             by_size.setdefault((step.num_rows, step.num_drafts), []).append(step.seconds)
-        seconds = sum(len(times) * statistics.median(times) for times in by_size.values())
+        seconds = sum(len(times) * _middle_mean(times) for times in by_size.values())
         return sum(step.num_tokens for step in steps) / seconds
 
     def speed(self, turns: Sequence[int]) -> float:
@@ -161,12 +162,32 @@ class Way:
 
 
 class Speedup(NamedTuple):
-    """What drafts gain where all requests decode. `context`: mean tokens of all requests; `same`: outputs are equal."""
+    """What drafts gain where all requests decode. `context`: mean tokens of all requests; `same`: outputs are equal;
+    `believed`: the costs that `auto` had learned after each turn."""
 
     speedup: float
     num_turns: int
     context: int
     same: bool
+    believed: list[StepCosts]
+
+    def predicted(self, acceptance: Acceptance, num_drafts: int, batch: int, num_tokens: int) -> float:
+        """What so many drafts should gain by these costs, all turns together. Example: 2 ms a token without drafts and
+        1 ms with them after one turn, 4 and 4 ms after the next: 6 / 5 = 1.2."""
+        plain = drafted = 0.0
+        for costs in self.believed:
+            only = dataclasses.replace(costs, levels=(0, num_drafts))
+            found = AutoPolicy(only, acceptance).predict(batch, self.context, num_tokens)
+            seconds = costs.plain(batch, self.context)
+            plain += seconds
+            drafted += seconds / found.speedup
+        return plain / drafted
+
+
+def _middle_mean(times: Sequence[float]) -> float:
+    """Mean of all but the fastest and the slowest tenth, one of each at least if there are three or more."""
+    num_left_out = max(1, len(times) // 10) if len(times) > 2 else 0
+    return statistics.mean(sorted(times)[num_left_out : len(times) - num_left_out])
 
 
 def ratio(ours: Way, theirs: Way, turns: Sequence[int]) -> tuple[float, float, float]:
@@ -196,6 +217,7 @@ class Bench:
     num_tokens: int
     num_turns: int
     seconds: float  # approximate time limit of a cell
+    measured_seconds: float  # least time for what a prediction is compared with
     temperature: float
     new: Policy  # a copy of the drafting engine's, as it was at the start
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -260,8 +282,8 @@ class Bench:
         asked: internals.Asking,
         num_turns: int,
     ) -> dict[str, Any]:
-        """What decoding alone is predicted to gain with the costs that `auto` has learned after at least so many turns
-        more, and what it gains in turns beside these. `asked`: has measured the acceptance with the most drafts."""
+        """What decoding alone is predicted to gain with the costs that `auto` learns in so many turns more, at least,
+        and what it gains in turns beside these. `asked`: has measured the acceptance with the most drafts."""
         context = int(batch * (statistics.mean(map(len, prompts)) + self.num_tokens / 2))
 
         def predict(known: AutoPolicy | ChainPolicy) -> Prediction:
@@ -272,47 +294,56 @@ class Bench:
         num_drafts = found.num_drafts
         of_lookups = isinstance(known, ChainPolicy) and predict(known.lookups) == found
         told = partial(Told, num_drafts, of_lookups=of_lookups)
-        measured = self._speedup(auto, told, num_turns, batch, prompts)
+        costs = internals.costs_of(auto, of_lookups=of_lookups)
+        measured = self._speedup(auto, told, costs, num_turns, batch, prompts)
+        predicted = 1.0
         if num_drafts:
-            context = measured.context
             asker = partial(
                 internals.asking_together, num_together=batch, num_asked=num_drafts, of_lookups=of_lookups
             )
             known = internals.knowing(auto, self._asked_in_turns(asker, measured.num_turns, batch, prompts))
             if isinstance(known, ChainPolicy):
                 known = known.lookups if of_lookups else known.models
-            costs = dataclasses.replace(known.costs, levels=(0, num_drafts))
-            found = predict(AutoPolicy(costs, known.acceptance))
+            predicted = measured.predicted(known.acceptance, num_drafts, batch, self.num_tokens)
         return {
             "predicted_k": num_drafts,
-            "predicted": found.speedup,
+            "predicted": predicted,
             "measured": measured.speedup,
             "same": measured.same,
         }
 
     def _speedup(
-        self, auto: Policy, told: Callable[[], Policy], num_turns: int, batch: int, prompts: Ids
+        self,
+        auto: Policy,
+        told: Callable[[], Policy],
+        costs: StepCosts,
+        num_turns: int,
+        batch: int,
+        prompts: Ids,
     ) -> Speedup:
-        """How much faster decoding is with these drafts than with none, in turns beside `auto`."""
+        """How much faster decoding is with these drafts than with none, in turns beside `auto`, whose `costs` are noted
+        after each."""
         ways = [
             Way("drafted", self.drafting, told, is_watched=True),
             Way("plain", self.drafting, partial(Told, 0), is_watched=True),
             Way("auto", self.drafting, lambda: self._continued(auto)),
         ]
-        number, order, end = 0, random.Random(0), time.perf_counter() + MEASURED_SECONDS
-        while number < num_turns or time.perf_counter() < end:
-            given, params = self._turn(number, batch * self.waves, prompts)
+        believed: list[StepCosts] = []
+        order, end = random.Random(0), time.perf_counter() + self.measured_seconds
+        while len(believed) < num_turns or time.perf_counter() < end:
+            given, params = self._turn(len(believed), batch * self.waves, prompts)
             for way in order.sample(ways, len(ways)):
                 way.run(given, params)
-            number += 1
+            believed.append(copy.deepcopy(costs))
         drafted, plain, _ = ways
         return Speedup(
             speedup=drafted.decoding_speed(batch) / plain.decoding_speed(batch),
-            num_turns=number,
+            num_turns=len(believed),
             context=int(
                 statistics.mean(step.context for step in drafted.steps if step.num_requests == batch)
             ),
             same=all(way.outputs == plain.outputs for way in ways),
+            believed=believed,
         )
 
     def _asked_in_turns(
@@ -488,6 +519,7 @@ def bench_of(given: argparse.Namespace, plain: LLM, drafting: LLM, batches: tupl
         drafting=drafting,
         batches=batches,
         seconds=given.seconds,
+        measured_seconds=given.measured_seconds,
         waves=given.waves,
         num_tokens=given.tokens,
         num_turns=given.num_turns,
@@ -563,6 +595,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=100, help="of each request")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="of each cell, about")
+    parser.add_argument(
+        "--measured-seconds", type=float, default=6.0, help="for what a prediction is compared with, at least"
+    )
     parser.add_argument("--predictions", action="store_true", help="nothing but predicted and measured gains")
     parser.add_argument("--matrix", choices=matrix.NAMES, help="all cells of this kind of device")
     parser.add_argument(

@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -23,12 +23,16 @@ NAMES = ("cpu",)
 CORES_EACH = 2
 PREDICTED_WITHIN = 0.10
 AGAIN = 4  # times as many turns, when a cell that has failed is measured again
+LONGER = 24.0  # seconds, instead of six, for what a prediction that was off is compared with again
 VLLM, SGLANG = "auto/vLLM's", "auto/SGLang's"
 MODELS = Path(os.environ.get("DRAFTPROOF_MODELS", "../shared/models"))  # `small` and its heads, if present
 DATA, ASSETS = Path("tests/data"), Path("src/draftproof/assets")
 CHAIN = [{"method": "suffix"}, {"model": str(ASSETS / "tiny-eagle3")}]
 
 Drafters = dict[str, dict[str, Any]]
+Again = Callable[
+    [Sequence[str], dict[str, Any]], list[str]
+]  # (arguments of a process, a row of it) -> arguments
 
 
 def heads(folder: Path, prefix: str) -> Drafters:
@@ -86,8 +90,8 @@ def rows(
     name: str, num_jobs: int, program: str, only: str = "", *, predictions: bool = False
 ) -> list[dict[str, Any]]:
     """The rows of all cells, `num_jobs` processes at a time, each on two cores of its own. `only`: of processes in
-    whose names this regular expression is found. Cells that fail are measured again, which replaces their first row.
-    `predictions`: nothing but these, once."""
+    whose names this regular expression is found. Cells that fail are measured again, which replaces their first row,
+    and so are predictions that are off. `predictions`: nothing but these."""
     assert name in NAMES
     mine = _apart(os.sched_getaffinity(0), num_jobs * CORES_EACH)
     free: queue.Queue[set[int]] = queue.Queue()
@@ -112,16 +116,25 @@ def rows(
             chosen = {
                 name: [*given, "--predictions"] for name, given in chosen.items() if "--changing" not in given
             }
-        first = [row for found in pool.map(run, chosen.items()) for row in found]
-        if predictions:
-            return first
-        failed = [row for row in first if row["same"] and not holds(row)]  # chance changes no output
-        print(f"{len(failed)} of {len(first)} cells are measured again", flush=True)
-        later = list(pool.map(run, ((row["cell"], _again(chosen[row["cell"]], row)) for row in failed)))
-    replaced = {
-        id(row): {**found, "first_ratios": row["ratios"]} for row, (found,) in zip(failed, later, strict=True)
-    }
-    return [replaced.get(id(row), row) for row in first]
+        found = [row for some in pool.map(run, chosen.items()) for row in some]
+
+        def again(rows: list[dict[str, Any]], arguments: Again) -> list[dict[str, Any]]:
+            """These rows, measured again; chance changes no output, so those that differ in one are not asked for."""
+            named = [(row["cell"], arguments(chosen[row["cell"]], row)) for row in rows]
+            return [row for (row,) in pool.map(run, named)]
+
+        failed = [row for row in found if row["same"] and not is_fast(row)]
+        off = [row for row in found if row["same"] and is_fast(row) and not is_predicted(row)]
+        print(
+            f"{len(failed)} of {len(found)} cells are measured again, and {len(off)} predictions", flush=True
+        )
+        later = {
+            **{id(old): _replaced(old, new) for old, new in zip(failed, again(failed, _again), strict=True)},
+            **{
+                id(old): _predicted_again(old, new) for old, new in zip(off, again(off, _longer), strict=True)
+            },
+        }
+    return [later.get(id(row), row) for row in found]
 
 
 def _apart(cores: Iterable[int], num_needed: int) -> list[int]:
@@ -145,6 +158,20 @@ def _again(arguments: Sequence[str], row: dict[str, Any]) -> list[str]:
     return [*longer, "--seconds", "inf"]
 
 
+def _longer(arguments: Sequence[str], row: dict[str, Any]) -> list[str]:
+    """The arguments to measure nothing but this row's prediction, alone and for longer."""
+    usual = [argument for argument in arguments if argument != "--changing"]
+    return [*usual, "--batches", str(row["batch"]), "--predictions", "--measured-seconds", str(LONGER)]
+
+
+def _replaced(row: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
+    return {**later, "first_ratios": row["ratios"]}
+
+
+def _predicted_again(row: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
+    return {**row, **later, "first_predicted": (row["predicted"], row["measured"])}
+
+
 def _run(program: str, name: str, arguments: Sequence[str], cores: set[int]) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "rows.json"
@@ -159,11 +186,13 @@ def _run(program: str, name: str, arguments: Sequence[str], cores: set[int]) -> 
 
 
 def holds(row: dict[str, Any]) -> bool:
-    """Whether the outputs are equal and no interval is below its bound; without intervals, whether the prediction was
-    right."""
-    if "ratios" not in row:
-        return bool(row["same"] and is_predicted(row))
-    return bool(row["same"] and all(r["ok"] for r in row["ratios"].values()))
+    """Whether the outputs are equal, no interval is below its bound, if there are any, and the prediction is right."""
+    return bool(row["same"] and is_fast(row) and is_predicted(row))
+
+
+def is_fast(row: dict[str, Any]) -> bool:
+    """Whether no interval is below its bound."""
+    return all(r["ok"] for r in row.get("ratios", {}).values())
 
 
 def is_predicted(row: dict[str, Any]) -> bool:
@@ -184,7 +213,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def _predicted(row: dict[str, Any]) -> str:
     shown = f"{row['predicted']:.2f} / {row['measured']:.2f} (K={row['predicted_k']})"
-    return shown + ("" if is_predicted(row) else " off")
+    shown += ", again" if "first_predicted" in row else ""
+    return shown + ("" if is_predicted(row) else " **off**")
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -13,7 +13,7 @@ from bench.rules import AverageAcceptance, BatchTable
 from draftproof.bench import internals
 from draftproof.engine.acceptance import POOL_WEIGHT, Acceptance
 from draftproof.engine.auto_policy import AutoPolicy
-from draftproof.engine.costs import StepOutcome
+from draftproof.engine.costs import Curve, StepCosts, StepOutcome
 from tests.engine.test_policy import costs
 from tests.engine.test_scheduler import request
 
@@ -95,6 +95,12 @@ def test_a_table_says_what_fails() -> None:
     good = {**row, "ratios": {n: {**ratio, "ok": True} for n in names}, "predicted": 1.05}
     assert matrix.holds(good) and matrix.is_predicted(good) and "fails" not in matrix.table([good])
     assert not matrix.holds({**good, "same": False})
+    off = {**good, "predicted": 1.15}
+    assert (
+        matrix.is_fast(off)
+        and not matrix.holds(off)
+        and "1.15 / 1.00 (K=1) **off** | no" in matrix.table([off])
+    )
 
 
 def test_a_cell_that_fails_is_measured_again_for_longer(
@@ -108,17 +114,41 @@ def test_a_cell_that_fails_is_measured_again_for_longer(
         is_again = len(commands) > 2
         ok = {"ok": name == "good" or (is_again and name == "unlucky")}
         row = {"cell": name, "batch": 4, "num_turns": 48 if is_again else 12, "same": True}
-        return [{**row, "ratios": {"auto/plain": ok}}]
+        return [{**row, "ratios": {"auto/plain": ok}, "predicted": 1.0, "measured": 1.0}]
 
     named = [("good", ["--batches", "16,4"]), ("unlucky", ["--batches", "16,4", "--seconds", "9"])]
-    assert not matrix.holds({"same": False, "ratios": {}}), "which is not tried again"
     monkeypatch.setattr(matrix, "processes", lambda: iter(named))
     monkeypatch.setattr(matrix, "_run", run)
     good, unlucky = matrix.rows("cpu", 1, "")
     assert commands[2:] == [[*named[1][1], "--batches", "4", "--num-turns", "48", "--seconds", "inf"]]
     assert matrix.holds(good) and "first_ratios" not in good
     assert matrix.holds(unlucky) and unlucky["first_ratios"] == {"auto/plain": {"ok": False}}
-    assert "1 of 2 cells are measured again" in capsys.readouterr().out
+    assert "1 of 2 cells are measured again, and 0 predictions" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("later", [1.05, 1.2])
+def test_a_prediction_that_is_off_is_measured_again_for_longer(
+    monkeypatch: pytest.MonkeyPatch, later: float
+) -> None:
+    """What that shows counts, for or against; the cell's speeds stay. An output that differs is not tried again."""
+    commands = list[list[str]]()
+
+    def run(program: str, name: str, arguments: list[str], cores: set[int]) -> list[dict[str, Any]]:
+        commands.append(arguments)
+        row = {"cell": name, "batch": 4, "same": name != "differs", "measured": 1.0, "predicted_k": 2}
+        if "--predictions" in arguments:
+            return [{**row, "predicted": later}]
+        return [{**row, "predicted": 1.0 if name == "good" else 0.8, "ratios": {"auto/plain": {"ok": True}}}]
+
+    given = ["--changing", "--batches", "1,4"]
+    monkeypatch.setattr(matrix, "processes", lambda: ((name, given) for name in ("good", "off", "differs")))
+    monkeypatch.setattr(matrix, "_run", run)
+    good, off, differs = matrix.rows("cpu", 1, "")
+    longer = ["--predictions", "--measured-seconds", str(matrix.LONGER)]
+    assert commands[3:] == [["--batches", "1,4", "--batches", "4", *longer]]
+    assert matrix.holds(good) and "first_predicted" not in good and not matrix.holds(differs)
+    assert matrix.holds(off) == (later < 1.1) and off["predicted"] == later
+    assert off["first_predicted"] == (0.8, 1.0) and off["ratios"] == {"auto/plain": {"ok": True}}
 
 
 def test_a_cell_of_predictions_alone_holds_if_its_prediction_is_right() -> None:
@@ -126,7 +156,7 @@ def test_a_cell_of_predictions_alone_holds_if_its_prediction_is_right() -> None:
     wrong = {**row, "predicted": 1.2}
     assert matrix.holds(row) and not matrix.holds(wrong) and not matrix.holds({**row, "same": False})
     table = matrix.table([row, wrong]).splitlines()
-    assert table[2:] == ["| tiny | 4 | 1.05 / 1.00 (K=2) |", "| tiny | 4 | 1.20 / 1.00 (K=2) off |"]
+    assert table[2:] == ["| tiny | 4 | 1.05 / 1.00 (K=2) |", "| tiny | 4 | 1.20 / 1.00 (K=2) **off** |"]
 
 
 def test_acceptance_is_that_of_the_steps_that_are_compared() -> None:
@@ -142,3 +172,21 @@ def test_acceptance_is_that_of_the_steps_that_are_compared() -> None:
             asker.proposed(one, 1, 1)
         asker.finished(StepOutcome(len(asked), 2 * len(asked), 1, len(asked), 0, 1.0))
     assert asker.predict(2) and asker.acceptance.accepted.least[0] == 4 / (4 + POOL_WEIGHT)
+
+
+def test_what_is_predicted_counts_all_turns_alike() -> None:
+    """Plain steps seem to take twice as long after the second turn, and steps with drafts no longer."""
+    first, second = (StepCosts((0, 1), target=Curve({1: base, 2: 1.5})) for base in (1.0, 2.0))
+    acceptance = Acceptance(1, expected=0.9)
+    alone = [AutoPolicy(its, acceptance).predict(1).speedup for its in (first, second)]
+    measured = adaptive.Speedup(1.0, 2, 0, same=True, believed=[first, second])
+    both = measured.predicted(acceptance, 1, 1, 10**9)
+    assert alone[0] < both < alone[1]
+    assert both == pytest.approx((1.0 + 2.0) / (1.0 / alone[0] + 2.0 / alone[1]), rel=1e-6)
+
+
+def test_a_single_disturbance_is_left_out_of_a_step_s_time_and_slow_seconds_are_not() -> None:
+    assert adaptive._middle_mean([1.0, 50.0]) == 25.5
+    assert adaptive._middle_mean([1.0, 50.0, 2.0]) == 2.0
+    assert adaptive._middle_mean([1.0] * 19 + [50.0]) == 1.0
+    assert adaptive._middle_mean([1.0] * 10 + [2.0] * 10) == 1.5
