@@ -11,8 +11,8 @@ request of each turn ends alone, with several its slot is reused, as in a server
 new shapes are recorded. Ways that learn have as many of them as hold `LEARNED_FROM` requests: `auto` is an engine in
 service. `new` is adaptive with all estimates reset before each turn, as in a new engine. The best fixed number is
 chosen on the even turns and compared on the odd ones. A cell fails if the upper end of the 90 % interval of a ratio
-lies below its bound: 0.95 of the best fixed number, 0.97 of plain decoding. Exit status 1 if a cell fails or an output
-differs.
+lies below its bound: 0.95 of the best fixed number, 0.97 of plain decoding, or if its prediction is off by 10 %. Exit
+status 1 if a cell fails or an output differs.
 
 Predictions are for steps in which all requests decode: of what the number of drafts gains that is the best one after
 every prompt was decoded with the maximum of drafts. Their costs are those that `auto` has learned in service; their
@@ -489,7 +489,7 @@ def benches(given: argparse.Namespace) -> Iterator[tuple[str, Bench, Ids]]:
 def shown(row: dict[str, Any]) -> str:
     predicted = (
         f"    decoding alone: predicted {row['predicted']:.2f}x with K={row['predicted_k']}, measured "
-        f"{row['measured']:.2f}x; same: {row['same']}"
+        f"{row['measured']:.2f}x{'' if matrix.is_predicted(row) else ' OFF'}; same: {row['same']}"
     )
     if "ratios" not in row:
         return f"{row['cell']}, batch {row['batch']}\n{predicted}"

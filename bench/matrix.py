@@ -90,8 +90,8 @@ def rows(
     name: str, num_jobs: int, program: str, only: str = "", *, predictions: bool = False
 ) -> list[dict[str, Any]]:
     """The rows of all cells, `num_jobs` processes at a time, each on two cores of its own. `only`: of processes in
-    whose names this regular expression is found. Cells that fail are measured again, which replaces their first row,
-    and so are predictions that are off. `predictions`: nothing but these."""
+    whose names this regular expression is found. Cells that fail are measured again, unless an output differs: chance
+    changes none. Predictions that are off, too. `predictions`: nothing but these."""
     assert name in NAMES
     mine = _apart(os.sched_getaffinity(0), num_jobs * CORES_EACH)
     free: queue.Queue[set[int]] = queue.Queue()
@@ -119,22 +119,24 @@ def rows(
         found = [row for some in pool.map(run, chosen.items()) for row in some]
 
         def again(rows: list[dict[str, Any]], arguments: Again) -> list[dict[str, Any]]:
-            """These rows, measured again; chance changes no output, so those that differ in one are not asked for."""
+            """These rows, measured again with those arguments."""
             named = [(row["cell"], arguments(chosen[row["cell"]], row)) for row in rows]
             return [row for (row,) in pool.map(run, named)]
 
         failed = [row for row in found if row["same"] and not is_fast(row)]
-        off = [row for row in found if row["same"] and is_fast(row) and not is_predicted(row)]
-        print(
-            f"{len(failed)} of {len(found)} cells are measured again, and {len(off)} predictions", flush=True
-        )
-        later = {
-            **{id(old): _replaced(old, new) for old, new in zip(failed, again(failed, _again), strict=True)},
-            **{
-                id(old): _predicted_again(old, new) for old, new in zip(off, again(off, _longer), strict=True)
-            },
-        }
-    return [later.get(id(row), row) for row in found]
+        print(f"{len(failed)} of {len(found)} cells are measured again", flush=True)
+        found = _with(found, failed, map(_replaced, failed, again(failed, _again)))
+        off = [row for row in found if row["same"] and not is_predicted(row)]
+        print(f"{len(off)} predictions are measured again", flush=True)
+        return _with(found, off, map(_predicted_again, off, again(off, _longer)))
+
+
+def _with(
+    rows: list[dict[str, Any]], old: list[dict[str, Any]], new: Iterable[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """The rows, with the `new` ones in place of those `old` ones."""
+    replaced = dict(zip(map(id, old), new, strict=True))
+    return [replaced.get(id(row), row) for row in rows]
 
 
 def _apart(cores: Iterable[int], num_needed: int) -> list[int]:
@@ -159,9 +161,9 @@ def _again(arguments: Sequence[str], row: dict[str, Any]) -> list[str]:
 
 
 def _longer(arguments: Sequence[str], row: dict[str, Any]) -> list[str]:
-    """The arguments to measure nothing but this row's prediction, alone and for longer."""
-    usual = [argument for argument in arguments if argument != "--changing"]
-    return [*usual, "--batches", str(row["batch"]), "--predictions", "--measured-seconds", str(LONGER)]
+    """The arguments to measure this row's prediction alone and for longer; where the text changes first, all of it."""
+    alone = [] if "--changing" in arguments else ["--predictions"]
+    return [*arguments, "--batches", str(row["batch"]), *alone, "--measured-seconds", str(LONGER)]
 
 
 def _replaced(row: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
@@ -169,7 +171,13 @@ def _replaced(row: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
 
 
 def _predicted_again(row: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
-    return {**row, **later, "first_predicted": (row["predicted"], row["measured"])}
+    """The row with what is predicted and measured later, unless no drafts are predicted then: they were, and that was
+    off."""
+    first = {"first_predicted": (row["predicted"], row["measured"])}
+    if row["predicted_k"] and not later["predicted_k"]:
+        return row | first
+    found = {name: later[name] for name in ("predicted_k", "predicted", "measured", "same")}
+    return {**row, **found, **first}
 
 
 def _run(program: str, name: str, arguments: Sequence[str], cores: set[int]) -> list[dict[str, Any]]:
@@ -213,7 +221,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def _predicted(row: dict[str, Any]) -> str:
     shown = f"{row['predicted']:.2f} / {row['measured']:.2f} (K={row['predicted_k']})"
-    shown += ", again" if "first_predicted" in row else ""
+    if "first_predicted" in row:
+        shown += ", first {:.2f} / {:.2f}".format(*row["first_predicted"])
     return shown + ("" if is_predicted(row) else " **off**")
 
 

@@ -123,12 +123,14 @@ def test_a_cell_that_fails_is_measured_again_for_longer(
     assert commands[2:] == [[*named[1][1], "--batches", "4", "--num-turns", "48", "--seconds", "inf"]]
     assert matrix.holds(good) and "first_ratios" not in good
     assert matrix.holds(unlucky) and unlucky["first_ratios"] == {"auto/plain": {"ok": False}}
-    assert "1 of 2 cells are measured again, and 0 predictions" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "1 of 2 cells are measured again" in printed and "0 predictions are" in printed
 
 
+@pytest.mark.parametrize("alone", [["--predictions"], []])
 @pytest.mark.parametrize("later", [1.05, 1.2])
 def test_a_prediction_that_is_off_is_measured_again_for_longer(
-    monkeypatch: pytest.MonkeyPatch, later: float
+    monkeypatch: pytest.MonkeyPatch, later: float, alone: list[str]
 ) -> None:
     """What that shows counts, for or against; the cell's speeds stay. An output that differs is not tried again."""
     commands = list[list[str]]()
@@ -136,19 +138,25 @@ def test_a_prediction_that_is_off_is_measured_again_for_longer(
     def run(program: str, name: str, arguments: list[str], cores: set[int]) -> list[dict[str, Any]]:
         commands.append(arguments)
         row = {"cell": name, "batch": 4, "same": name != "differs", "measured": 1.0, "predicted_k": 2}
-        if "--predictions" in arguments:
+        if "--measured-seconds" in arguments:
             return [{**row, "predicted": later}]
         return [{**row, "predicted": 1.0 if name == "good" else 0.8, "ratios": {"auto/plain": {"ok": True}}}]
 
-    given = ["--changing", "--batches", "1,4"]
+    given = ["--batches", "1,4"] + ["--changing"] * (not alone)
     monkeypatch.setattr(matrix, "processes", lambda: ((name, given) for name in ("good", "off", "differs")))
     monkeypatch.setattr(matrix, "_run", run)
     good, off, differs = matrix.rows("cpu", 1, "")
-    longer = ["--predictions", "--measured-seconds", str(matrix.LONGER)]
-    assert commands[3:] == [["--batches", "1,4", "--batches", "4", *longer]]
+    assert commands[3:] == [[*given, "--batches", "4", *alone, "--measured-seconds", str(matrix.LONGER)]]
     assert matrix.holds(good) and "first_predicted" not in good and not matrix.holds(differs)
     assert matrix.holds(off) == (later < 1.1) and off["predicted"] == later
     assert off["first_predicted"] == (0.8, 1.0) and off["ratios"] == {"auto/plain": {"ok": True}}
+
+
+def test_that_no_drafts_are_predicted_later_does_not_make_an_off_prediction_right() -> None:
+    row = {"predicted_k": 2, "predicted": 1.3, "measured": 1.0, "same": True}
+    plain = {**row, "predicted_k": 0, "predicted": 1.0}
+    assert not matrix.is_predicted(matrix._predicted_again(row, plain))
+    assert matrix.is_predicted(matrix._predicted_again(row, {**row, "measured": 1.25}))
 
 
 def test_a_cell_of_predictions_alone_holds_if_its_prediction_is_right() -> None:

@@ -2287,7 +2287,7 @@ def test_steps_of_a_lookup_are_told_of_seldom_once_much_is_known(
     assert its.report_every == OBSERVED_EVERY * every
 
 
-@pytest.mark.parametrize(("steps", "every"), [(1e-3, MOST_OFTEN), (0.01, 4), (0.15, 4 * OBSERVED_EVERY)])
+@pytest.mark.parametrize(("steps", "every"), [(1e-3, MOST_OFTEN), (0.03, 8), (0.15, 4 * OBSERVED_EVERY)])
 def test_long_steps_of_a_lookup_are_told_of_more_often(
     steps: float, every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -2297,8 +2297,14 @@ def test_long_steps_of_a_lookup_are_told_of_more_often(
     monkeypatch.setattr(keeping, "REPORTING_SECONDS", steps)
     its = looking_up(0.9)
     its._choosing_seconds = 1e3
-    its.choose([request(4, 1)], 0)
+    (k,) = its.choose([request(4, 1)], 0)
     assert its.report_every == every
+    monkeypatch.undo()
+    before, step = its.costs.num_observed(1), StepOutcome(1, 1 + k, k, 1 + k, 0, 1.2)
+    for _ in range(8):
+        its.finished(step)
+    its._settle()
+    assert its.costs.num_observed(1) == before + 8, "each that is told corrects the costs"
 
 
 def test_a_choice_holds_for_requests_almost_like_those_it_was_made_for() -> None:

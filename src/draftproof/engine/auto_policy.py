@@ -670,8 +670,8 @@ class AutoPolicy:
         """So many steps had no drafts of these drafters, whoever else made some; one of them was reported."""
         if not self.is_probing:
             self.ledger.rest(num_steps / PLAIN_EVERY)
-        if self._kept is not None:
-            self._kept.count_told(self.ledger.stake)
+        if self._kept is not None:  # more are reported of a lookup's long steps
+            self._kept.count_told(self.ledger.stake, min(1.0, num_steps / PLAIN_EVERY))
 
     def _are_new(self, asked: Sequence[Progress], before: Kept | None) -> bool:
         """Whether nothing is known of any of these requests, nor waits among the reports."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -34,6 +33,7 @@ LOOKUPS_EVERY = 4
 # Reports of a lookup's steps may take the host so much of the time, about, and one takes `REPORTING_SECONDS`: long
 # steps are told of more often. Example: suffix drafting for 16 of `tiny`, ten steps of 13 ms a text. With one in 16
 # told, steps of 271 rows were believed to take 16 ms for 16 texts and took 20.
+# One in a power of two, so that the steps in which lookups' drafts are followed are among them.
 REPORTED_SHARE, REPORTING_SECONDS = 0.002, 1e-4
 MOST_OFTEN = 2  # else rounds, too, would be taken in one by one
 # One in so many reports of a request's rounds is taken in where the savings last, for a drafter with a model: once
@@ -126,8 +126,9 @@ class Keeping:
             lasts = affordable >= kept.longer + seldom / ROUNDS_KEPT
             kept.report_every = seldom if lasts and is_known else 2 * OBSERVED_EVERY
         if self.is_lookup:
-            seldom_enough = math.ceil(REPORTING_SECONDS / (REPORTED_SHARE * kept.choice.seconds))
-            kept.report_every = min(kept.report_every, max(MOST_OFTEN, seldom_enough))
+            seldom_enough = REPORTING_SECONDS / (REPORTED_SHARE * kept.choice.seconds)
+            while kept.report_every > max(MOST_OFTEN, seldom_enough):
+                kept.report_every //= 2
         is_enough = kept.num_made >= MANY or (is_known and (self.stops or kept.num_made > 1))
         if not self.is_lookup and is_enough:
             kept.learn_every = LEARNED_EVERY

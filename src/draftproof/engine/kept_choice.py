@@ -18,7 +18,7 @@ from draftproof.engine.row_price import RowPrices
 # unless it is a lookup's and the savings last. Then it may go on for as long again, if the drafter stops by itself or
 # is a lookup, or be passed on to new requests.
 ROUNDS_KEPT, TOLD_KEPT = 8, 3
-FEWEST_HURRIED = 2
+FEWEST_HURRIED = 2  # the first after prompts is not like the others
 PLAIN_EVERY = 8
 # While no request can draft, or a choice without drafts is kept for long, one step in so many is reported, and stands
 # for four of those.
@@ -60,7 +60,7 @@ class Kept:
     num_probed: int = 0  # the same, before it was last interrupted
     num_reported: int = 0  # steps of a probe, until it is over
     longest: float = 1.0  # plain steps that a step with all its drafts took, as was believed then
-    num_told: int = 0  # steps reported by `finished`
+    num_told: float = 0  # steps reported by `finished`
     num_renewed: int = 0  # steps that it was used for when its price was last looked at
     is_over: bool = False
     _num_more: int = 0  # steps for which it is kept beyond the first `ROUNDS_KEPT * longer`
@@ -96,7 +96,7 @@ class Kept:
         )
 
     def hurry(self) -> None:
-        """Be over after the steps that `ROUNDS_KEPT` tokens of each request take, at most. Example: of a lookup whose
+        """Be over after the steps that `ROUNDS_KEPT` tokens of each request take, or a few. Example: of a lookup whose
         steps bring ten tokens two of the ten that a text has; after eight it would end before a probe does."""
         num_steps = max(FEWEST_HURRIED, round(ROUNDS_KEPT * self.num_made / self.choice.tokens))
         self._num_more -= max(0, self.num_left - num_steps)
@@ -170,7 +170,7 @@ class Kept:
         if self.choice.num_drafts and self.num_left <= 0 and not self.is_probe:
             self.is_over = True
 
-    def count_told(self, stake: float, num_steps: int = 1) -> None:
+    def count_told(self, stake: float, num_steps: float = 1) -> None:
         """Count a reported step, which stands for `num_steps` times as many as others, and after which a step may risk
         `stake`, in plain steps."""
         self.num_told += num_steps

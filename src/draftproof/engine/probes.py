@@ -10,8 +10,8 @@ from draftproof.engine.costs import StepCosts, StepOutcome, median_step
 from draftproof.engine.draft_choice import DraftChoice
 
 # While all steps draft nothing tells what plain ones take, and a profile that is off by a few per cent decides whether
-# drafts pay. So now and then a few steps have no drafts: the more often the less is lost by them, which is this share
-# of the time at most. The first comes earlier where it tells for sure: a profile does not know the host's part of plain
+# drafts pay. So now and then a few steps have no drafts: the more often the less is lost by them, which is about this
+# share of the time. The first comes earlier where it tells for sure: a profile does not know the host's part of plain
 # steps. A drafter with a model still sees these, so as not to miss their rows, and takes the target's weights out of
 # the caches. So what they take besides is only a bound: it counts if it is clearly less than expected. With a lookup,
 # steps that ask it and verify nothing tell nearly as much as probes.
@@ -34,8 +34,8 @@ NUM_SETTLING = 3
 # `tiny`: 1.49, 1.36, 1.31, 1.23, 1.17, 1.17, 1.15, 1.05 ms after steps of 68 rows, and 1.03 from then on.
 NUM_SETTLING_TOGETHER = 8
 CLEARLY_LESS = 0.95
-# Steps with drafts before a probe, at least; or so many plain ones that they take as long as. Example: suffix drafting
-# for 16 of `small`, ten steps a text, each as long as ten plain ones: after two texts instead of seven.
+# Steps with drafts before a probe, at least; of a lookup also as many as take as long as so many plain ones. Example:
+# suffix drafting for 16 of `small`, ten steps a text, each as long as ten plain ones: after two texts instead of seven.
 FEWEST_APART, SHORTEST_APART = 64, 128
 
 
@@ -58,7 +58,8 @@ class Probes:
         about_as_many = num_requests.bit_length()
         num_drafted = self._num_drafted.get(about_as_many, 0) + num_steps
         plain = choice.plain_seconds
-        if num_drafted < FEWEST_APART and num_drafted * choice.seconds < SHORTEST_APART * plain:
+        is_long = not self.is_seen and num_drafted * choice.seconds >= SHORTEST_APART * plain
+        if num_drafted < FEWEST_APART and not is_long:
             return False
         if about_as_many not in self._known and not self.is_seen:
             return True
