@@ -18,8 +18,10 @@ Predictions are for steps in which all requests decode: of what the number of dr
 every prompt was decoded with the maximum of drafts. Their costs are those that `auto` has learned in service; their
 acceptance is measured with that number, over the same turns. After the cell's turns they are compared with all steps of
 that kind, not just those that a policy would be told, with so many drafts and with none, in turns, which take seconds
-even if the cell has few. `auto` goes on beside them, and what it believes after each turn counts alike: a machine's
-speed changes, for one kind of step more than for others, and a prediction is for the machine that it was learned on.
+even if the cell has few. The first steps after a prompt, which slows a CPU for some, take what others of their size do:
+it is left out as the prompt itself is. `auto` goes on beside them, and what it believes after each turn counts alike: a
+machine's speed changes, for one kind of step more than for others, and a prediction is for the machine that it was
+learned on.
 
 A fixed number that is far slower than the best in the first turns is left out of the later ones. With one wave one pair
 of engines serves all batches. At the end a table of all cells is printed.
@@ -148,13 +150,17 @@ class Way:
             kept.clear()
 
     def decoding_speed(self, batch: int) -> float:
-        """Tokens per second of steps in which `batch` requests decode, each as long as the mean of its size without the
-        fastest and slowest tenth: a single disturbance is no matter of prediction, slow seconds are."""
+        """Tokens per second of steps in which `batch` requests decode. Each takes the mean of its size without the
+        fastest and slowest tenth: a single disturbance is no matter of prediction, slow seconds are. Nor is what a
+        prompt does to the steps after it: if others of that size are typical, these count for the time."""
         steps = [step for step in self.steps if step.num_requests == batch]
-        by_size: dict[tuple[int, int], list[float]] = {}
+        by_size: dict[tuple[int, int], list[StepOutcome]] = {}
         for step in steps:
-            by_size.setdefault((step.num_rows, step.num_drafts), []).append(step.seconds)
-        seconds = sum(len(times) * _middle_mean(times) for times in by_size.values())
+            by_size.setdefault((step.num_rows, step.num_drafts), []).append(step)
+        seconds = 0.0
+        for alike in by_size.values():
+            typical = [step for step in alike if step.is_typical] or alike
+            seconds += len(alike) * _middle_mean([step.seconds for step in typical])
         return sum(step.num_tokens for step in steps) / seconds
 
     def speed(self, turns: Sequence[int]) -> float:

@@ -198,3 +198,13 @@ def test_a_single_disturbance_is_left_out_of_a_step_s_time_and_slow_seconds_are_
     assert adaptive._middle_mean([1.0, 50.0, 2.0]) == 2.0
     assert adaptive._middle_mean([1.0] * 19 + [50.0]) == 1.0
     assert adaptive._middle_mean([1.0] * 10 + [2.0] * 10) == 1.5
+
+
+def test_steps_after_a_prompt_take_what_others_of_their_size_do() -> None:
+    """They count with their tokens. A size that has no others takes what it took."""
+    way = adaptive.Way("drafted", llm=None)  # type: ignore[arg-type]
+    step = StepOutcome(1, 3, 2, 2, 0, 1.0)
+    way.steps = [step._replace(seconds=9.0, num_tokens=1, is_typical=False), step, step]
+    assert way.decoding_speed(1) == pytest.approx((1 + 2 + 2) / 3.0)
+    way.steps.append(step._replace(num_rows=2, num_tokens=1, seconds=3.0, is_typical=False))
+    assert way.decoding_speed(1) == pytest.approx((1 + 2 + 2 + 1) / 6.0)
