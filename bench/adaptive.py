@@ -172,7 +172,6 @@ class Speedup(NamedTuple):
     `believed`: the costs that `auto` had learned after each turn."""
 
     speedup: float
-    num_turns: int
     context: int
     same: bool
     believed: list[StepCosts]
@@ -300,17 +299,16 @@ class Bench:
         num_drafts = found.num_drafts
         of_lookups = isinstance(known, ChainPolicy) and predict(known.lookups) == found
         told = partial(Told, num_drafts, of_lookups=of_lookups)
-        costs = internals.costs_of(auto, of_lookups=of_lookups)
+        costs = internals.part_of(auto, of_lookups=of_lookups).costs
         measured = self._speedup(auto, told, costs, num_turns, batch, prompts)
         predicted = 1.0
         if num_drafts:
             asker = partial(
                 internals.asking_together, num_together=batch, num_asked=num_drafts, of_lookups=of_lookups
             )
-            known = internals.knowing(auto, self._asked_in_turns(asker, measured.num_turns, batch, prompts))
-            if isinstance(known, ChainPolicy):
-                known = known.lookups if of_lookups else known.models
-            predicted = measured.predicted(known.acceptance, num_drafts, batch, self.num_tokens)
+            asked = self._asked_in_turns(asker, len(measured.believed), batch, prompts)
+            acceptance = internals.part_of(asked, of_lookups=of_lookups).acceptance
+            predicted = measured.predicted(acceptance, num_drafts, batch, self.num_tokens)
         return {
             "predicted_k": num_drafts,
             "predicted": predicted,
@@ -344,7 +342,6 @@ class Bench:
         drafted, plain, _ = ways
         return Speedup(
             speedup=drafted.decoding_speed(batch) / plain.decoding_speed(batch),
-            num_turns=len(believed),
             context=int(
                 statistics.mean(step.context for step in drafted.steps if step.num_requests == batch)
             ),
@@ -602,7 +599,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="of each cell, about")
     parser.add_argument(
-        "--measured-seconds", type=float, default=6.0, help="for what a prediction is compared with, at least"
+        "--measured-seconds",
+        type=float,
+        default=matrix.MEASURED_SECONDS,
+        help="for what a prediction is compared with, at least",
     )
     parser.add_argument("--predictions", action="store_true", help="nothing but predicted and measured gains")
     parser.add_argument("--matrix", choices=matrix.NAMES, help="all cells of this kind of device")

@@ -22,17 +22,17 @@ from typing import Any
 NAMES = ("cpu",)
 CORES_EACH = 2
 PREDICTED_WITHIN = 0.10
-AGAIN = 4  # times as many turns, when a cell that has failed is measured again
-LONGER = 24.0  # seconds, instead of six, for what a prediction that was off is compared with again
+MEASURED_SECONDS = 6.0  # least time for what a prediction is compared with
+# times as many turns, when a cell that has failed is measured again, or as many seconds if its prediction was off
+AGAIN = 4
 VLLM, SGLANG = "auto/vLLM's", "auto/SGLang's"
 MODELS = Path(os.environ.get("DRAFTPROOF_MODELS", "../shared/models"))  # `small` and its heads, if present
 DATA, ASSETS = Path("tests/data"), Path("src/draftproof/assets")
 CHAIN = [{"method": "suffix"}, {"model": str(ASSETS / "tiny-eagle3")}]
 
 Drafters = dict[str, dict[str, Any]]
-Again = Callable[
-    [Sequence[str], dict[str, Any]], list[str]
-]  # (arguments of a process, a row of it) -> arguments
+# (arguments of a process, a row of it) -> arguments
+Again = Callable[[Sequence[str], dict[str, Any]], list[str]]
 
 
 def heads(folder: Path, prefix: str) -> Drafters:
@@ -163,7 +163,8 @@ def _again(arguments: Sequence[str], row: dict[str, Any]) -> list[str]:
 def _longer(arguments: Sequence[str], row: dict[str, Any]) -> list[str]:
     """The arguments to measure this row's prediction alone and for longer; where the text changes first, all of it."""
     alone = [] if "--changing" in arguments else ["--predictions"]
-    return [*arguments, "--batches", str(row["batch"]), *alone, "--measured-seconds", str(LONGER)]
+    seconds = str(AGAIN * MEASURED_SECONDS)
+    return [*arguments, "--batches", str(row["batch"]), *alone, "--measured-seconds", seconds]
 
 
 def _replaced(row: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:

@@ -117,6 +117,7 @@ def test_a_cell_that_fails_is_measured_again_for_longer(
         return [{**row, "ratios": {"auto/plain": ok}, "predicted": 1.0, "measured": 1.0}]
 
     named = [("good", ["--batches", "16,4"]), ("unlucky", ["--batches", "16,4", "--seconds", "9"])]
+    assert not matrix.holds({"same": False, "ratios": {}}), "which is not tried again"
     monkeypatch.setattr(matrix, "processes", lambda: iter(named))
     monkeypatch.setattr(matrix, "_run", run)
     good, unlucky = matrix.rows("cpu", 1, "")
@@ -146,7 +147,7 @@ def test_a_prediction_that_is_off_is_measured_again_for_longer(
     monkeypatch.setattr(matrix, "processes", lambda: ((name, given) for name in ("good", "off", "differs")))
     monkeypatch.setattr(matrix, "_run", run)
     good, off, differs = matrix.rows("cpu", 1, "")
-    assert commands[3:] == [[*given, "--batches", "4", *alone, "--measured-seconds", str(matrix.LONGER)]]
+    assert commands[3:] == [[*given, "--batches", "4", *alone, "--measured-seconds", "24.0"]]
     assert matrix.holds(good) and "first_predicted" not in good and not matrix.holds(differs)
     assert matrix.holds(off) == (later < 1.1) and off["predicted"] == later
     assert off["first_predicted"] == (0.8, 1.0) and off["ratios"] == {"auto/plain": {"ok": True}}
@@ -187,7 +188,7 @@ def test_what_is_predicted_counts_all_turns_alike() -> None:
     first, second = (StepCosts((0, 1), target=Curve({1: base, 2: 1.5})) for base in (1.0, 2.0))
     acceptance = Acceptance(1, expected=0.9)
     alone = [AutoPolicy(its, acceptance).predict(1).speedup for its in (first, second)]
-    measured = adaptive.Speedup(1.0, 2, 0, same=True, believed=[first, second])
+    measured = adaptive.Speedup(1.0, 0, same=True, believed=[first, second])
     both = measured.predicted(acceptance, 1, 1, 10**9)
     assert alone[0] < both < alone[1]
     assert both == pytest.approx((1.0 + 2.0) / (1.0 / alone[0] + 2.0 / alone[1]), rel=1e-6)

@@ -23,7 +23,7 @@ from draftproof.drafters.sandbox import DrafterSandbox
 from draftproof.engine.acceptance import Acceptance
 from draftproof.engine.auto_policy import AutoPolicy
 from draftproof.engine.chain_policy import ChainPolicy
-from draftproof.engine.costs import StepCosts, StepOutcome
+from draftproof.engine.costs import StepOutcome
 from draftproof.engine.interface import ScheduledRequest
 from draftproof.engine.policy import FixedPolicy, Policy, learn_each
 from draftproof.engine.progress import Progress, Round
@@ -461,12 +461,12 @@ def together(auto: AutoPolicy, num_together: int, num_asked: int) -> AskingToget
     return found
 
 
-def costs_of(auto: Policy, *, of_lookups: bool) -> StepCosts:
-    """The costs that `auto` corrects; of a chain's policy those of its lookups, or of its models."""
-    if isinstance(auto, ChainPolicy):
-        auto = auto.lookups if of_lookups else auto.models
-    assert isinstance(auto, AutoPolicy)
-    return auto.costs
+def part_of(policy: Policy, *, of_lookups: bool) -> AutoPolicy:
+    """The policy, or if it is a chain's the one of its lookups, or of its models."""
+    if isinstance(policy, ChainPolicy):
+        return policy.lookups if of_lookups else policy.models
+    assert isinstance(policy, AutoPolicy)
+    return policy
 
 
 def knowing(auto: Policy, asked: Asking) -> AutoPolicy | ChainPolicy:

@@ -81,9 +81,8 @@ class Ledger:
             self._num_unobserved += num_steps
             is_known = self.costs.are_well_known(step.num_requests)
             every = OBSERVED_EVERY * (kept.longer if kept is not None and is_known else 1)
-            if (
-                is_lookup and kept is not None and kept.may_wait
-            ):  # its steps are told of as seldom as they are to be
+            # a lookup's steps are told of as seldom as they are to be taken in
+            if is_lookup and kept is not None and kept.may_wait:
                 every = min(every, kept.report_every)
             is_rare = step.is_plain or step.is_shadow
             is_due = is_rare or self.savings < ALLOWANCE or self._num_unobserved >= every
