@@ -23,6 +23,7 @@ from draftproof.engine.drafting import (
     MOST_LEFT_OUT,
     NUM_AVERAGED,
     ROUNDS_TOGETHER,
+    SLOWED_SECONDS,
     Repeat,
     StepRun,
     Wanted,
@@ -1020,8 +1021,9 @@ def test_the_policy_hears_of_as_many_steps_as_it_wants(every: int) -> None:
 
 @pytest.mark.parametrize("async_depth", [0, 1])
 def test_steps_after_a_prompt_are_not_typical_on_a_cpu_nor_single_ones_where_they_overlap(
-    async_depth: int,
+    async_depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
     heard: list[StepOutcome] = []
     engine = core(FakeRunner(3, async_depth=async_depth))
     engine.policy = Chosen(lambda num_outputs: 3)
@@ -1036,6 +1038,27 @@ def test_steps_after_a_prompt_are_not_typical_on_a_cpu_nor_single_ones_where_the
         from_the_start = [number > 0 and number % NUM_AVERAGED == 0 for number in range(len(typical))]
         after_prompts = [number >= AFTER_PROMPTS for number in range(len(typical))]
         assert typical == (from_the_start if async_depth else after_prompts)
+
+
+def test_steps_that_end_long_after_a_prompt_are_typical(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a fake clock on which the third step after each prompt ends late enough, by the end of the prompt's step."""
+    heard: list[StepOutcome] = []
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    runner = FakeRunner(3)
+
+    def pass_time(step: StepInput) -> None:
+        now[0] += SLOWED_SECONDS / 2.5
+
+    runner.before = pass_time
+    engine = core(runner)
+    engine.policy = Chosen(lambda num_outputs: 3)
+    engine.policy.finished = heard.append  # type: ignore[method-assign]
+    for number in range(2):
+        engine.add_request(str(number), spec(20 + number, 60))
+        for _ in range(5):
+            engine.step()
+    assert [step.is_typical for step in heard] == 2 * [False, False, True, True]
 
 
 def test_the_first_steps_after_many_prompts_are_not_typical_where_steps_overlap() -> None:
@@ -1054,7 +1077,10 @@ def test_the_first_steps_after_many_prompts_are_not_typical_where_steps_overlap(
 
 
 @pytest.mark.parametrize(("async_depth", "every"), [(0, AFTER_PROMPTS - 1), (1, NUM_AVERAGED)])
-def test_where_all_steps_follow_prompts_they_are_typical_after_a_while(async_depth: int, every: int) -> None:
+def test_where_all_steps_follow_prompts_they_are_typical_after_a_while(
+    async_depth: int, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
     heard: list[StepOutcome] = []
     engine = core(FakeRunner(3, async_depth=async_depth))
     engine.policy = Chosen(lambda num_outputs: 3)

@@ -22,9 +22,12 @@ FOLLOWED_EVERY, FEW_FOLLOWED = 8, 2
 # Rounds of a request that are told of together, while not each step is to be told of: one at a time, they take a few
 # per cent of a small model's step, since nothing that telling reads is in the caches then.
 ROUNDS_TOGETHER = 4
-# Steps after one with prompts, on a CPU, that say nothing of how long such steps take: a prompt's products slow the
-# processor for a while (a Xeon with AMX by 1.6 at first, by 1.1 after four steps).
-AFTER_PROMPTS = 6
+# Steps after one with prompts, on a CPU, that say nothing of how long such steps take, unless they end so many seconds
+# after it: a prompt's products slow the processor for a while (a Xeon with AMX by 1.6 at first, by 1.1 after four
+# steps), and have taken the weights out of the caches. Example: `small` for one request, an EPYC. Steps of 1.2 ms take
+# 1.7, 1.55, 1.4, 1.35, 1.3, 1.3, 1.2 ms. With drafts for 64 requests the first step ends after 50 ms, and a text has
+# three of all 64.
+AFTER_PROMPTS, SLOWED_SECONDS = 6, 0.01
 # Steps in a row that are left out for that, or since too few are alike in a row: under steady load there may be no
 # others.
 MOST_LEFT_OUT = 64
@@ -133,6 +136,9 @@ class Drafting:
         self._last_result = 0.0  # when a step's result was last taken in: seconds of `time.perf_counter`
         self._last_end = 0.0  # when the policy had heard of it
         self._num_since_prompts = 0  # finished steps
+        self._last_prompts = (
+            0.0  # when the last step with prompts had finished: seconds of `time.perf_counter`
+        )
         self._num_left_out = 0  # finished steps since one that no prompt has slowed
         self._first_followed = 0  # the request whose proposal is told of first
         # since a step with drafts was reported, in all such steps: tokens, and requests
@@ -379,7 +385,7 @@ class Drafting:
         self._last_result = now
         if flight.shadowing is not None:
             self._keep_shadows(flight, results, flight.shadowing)
-        is_settled = self._count(flight.has_prompts)
+        is_settled = self._count(flight.has_prompts, now)
         if not self._runner.num_drafts:
             return
         is_ahead = self._runner.async_depth > 0
@@ -439,10 +445,15 @@ class Drafting:
         own = now - start
         return own - self._choosing_seconds + min(max(0.0, start - self._last_end), own)
 
-    def _count(self, has_prompts: bool) -> bool:
-        """Count a finished step. Returns whether its time says how long such steps take, where they do not overlap."""
-        self._num_since_prompts = 0 if has_prompts else self._num_since_prompts + 1
-        self._num_left_out = 0 if self._num_since_prompts > AFTER_PROMPTS else self._num_left_out + 1
+    def _count(self, has_prompts: bool, now: float) -> bool:
+        """Count a step that has finished now. Returns whether its time says how long such steps take, where they do not
+        overlap."""
+        if has_prompts:
+            self._num_since_prompts, self._last_prompts = 0, now
+        else:
+            self._num_since_prompts += 1
+        is_slowed = self._num_since_prompts <= AFTER_PROMPTS and now < self._last_prompts + SLOWED_SECONDS
+        self._num_left_out = self._num_left_out + 1 if is_slowed else 0
         return _is_typical(self._num_left_out)
 
     def _prompted(self, flight: InFlightStep) -> None:
