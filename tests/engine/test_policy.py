@@ -1206,6 +1206,12 @@ def test_a_step_is_priced_by_the_numbers_of_rows_that_it_has_and_not_by_their_me
         parts = {1: Part(1.0, 1.0, 1.0, 0.5, 1, half), 3: Part(1.0, 2.0, 8.0, 0.5, 3, half)}
         certain.add(parts[level], 5)
         assert certain.usual(nobody=0.0) == (5 * level, 5 * level) and certain.most == 5 * level
+    mostly = DraftRows()  # all 16 drafts in three of four rounds and else one: 12.25, and 6.5 to either side
+    mostly.add(Part(1.0, 12.25, 192.25, 1.0, 16, half), 1)
+    assert mostly.usual(nobody=0.0) == (round(12.25 - 3.75), 16), "their mean is the mean"
+    seldom = DraftRows()  # and in one of four
+    seldom.add(Part(1.0, 4.75, 64.75, 1.0, 16, half), 1)
+    assert seldom.usual(nobody=0.0) == (1, round(4.75 + 3.75))
     its = policy(0.9, row=0.0, step=0.001, levels=(0, 16))
     its.acceptance = Acceptance(16, expected=0.9)
     its.costs.target = Curve({1: 1.0, 40: 1.0, 41: 9.0, 68: 9.0})
