@@ -2163,9 +2163,22 @@ def test_the_last_of_many_requests_make_no_probe() -> None:
     assert any(its.choose(asked, 0))
     kept = its._kept
     kept.num_steps = 100_000
-    for left in (1, 4):
+    for left in (1, 3, 4):
         kept.asked, kept.num_drafts = asked[:left], [8] * left
         assert its._probing(kept).is_probe == (left == 4)
+
+
+@pytest.mark.parametrize("num_left", [PROBED_STEPS, PROBED_STEPS + 1])
+def test_a_probe_waits_while_a_request_would_end_before_it(num_left: int) -> None:
+    """Broken off it would tell nothing, and be due no more."""
+    its = policy(0.9, row=0.1, step=0.0)
+    its.probes = True
+    asked = [request(4, number, limit=limit) for number, limit in enumerate((4 + num_left, 400))]
+    assert any(its.choose(asked, 0))
+    kept = its._kept
+    kept.num_steps = 100_000
+    assert its._probing(kept).is_probe == (num_left > PROBED_STEPS)
+    assert its._probes._num_probes == (Counter({2: 1}) if num_left > PROBED_STEPS else Counter())
 
 
 def test_drafts_that_are_only_compared_have_a_price() -> None:

@@ -253,15 +253,18 @@ class AutoPolicy:
         """The probe that interrupts this choice, if one is due. `is_new`: some of its requests have not decoded, and
         steps after prompts are not typical. There a few steps come first: all may be too many, since requests end."""
         may_probe = self.probes and bool(kept.choice.num_drafts) and not kept.num_others
-        # with few left, steps are not like those of the choice
-        may_probe = may_probe and len(kept.asked) >= LEAST_LEFT * kept.num_made
+        # steps of fewer requests say little of those of the choice
+        may_probe = may_probe and len(kept.asked).bit_length() == kept.num_made.bit_length()
         if not may_probe or not self._probes.is_due(kept.choice, kept.num_made, kept.num_unprobed):
             return kept
         if is_new:
             kept.hurry()
             return kept
+        num_reported = self._probes.num_reported(kept.num_made)
+        if any(request.spec.limit - len(request.tokens) <= num_reported for request in kept.asked):
+            return kept  # it would be broken off
         self._probes.start(kept.num_made)
-        return kept.probe(self._longest(kept), self._probes.num_reported(kept.num_made))
+        return kept.probe(self._longest(kept), num_reported)
 
     def _after_probe(self, kept: Kept) -> Kept:
         """The choice that a probe has interrupted. It goes on, unless its drafts pay no longer by what is known."""
