@@ -14,6 +14,7 @@ from draftproof.bench import internals
 from draftproof.engine.acceptance import POOL_WEIGHT, Acceptance
 from draftproof.engine.auto_policy import AutoPolicy
 from draftproof.engine.costs import Curve, StepCosts, StepOutcome
+from draftproof.engine.progress import Round
 from tests.engine.test_policy import costs
 from tests.engine.test_scheduler import request
 
@@ -147,7 +148,8 @@ def test_a_prediction_that_is_off_is_measured_again_for_longer(
     monkeypatch.setattr(matrix, "processes", lambda: ((name, given) for name in ("good", "off", "differs")))
     monkeypatch.setattr(matrix, "_run", run)
     good, off, differs = matrix.rows("cpu", 1, "")
-    assert commands[3:] == [[*given, "--batches", "4", *alone, "--measured-seconds", "24.0"]]
+    longer = str(matrix.AGAIN * matrix.MEASURED_SECONDS)
+    assert commands[3:] == [[*given, "--batches", "4", *alone, "--measured-seconds", longer]]
     assert matrix.holds(good) and "first_predicted" not in good and not matrix.holds(differs)
     assert matrix.holds(off) == (later < 1.1) and off["predicted"] == later
     assert off["first_predicted"] == (0.8, 1.0) and off["ratios"] == {"auto/plain": {"ok": True}}
@@ -183,6 +185,22 @@ def test_acceptance_is_that_of_the_steps_that_are_compared() -> None:
     assert asker.predict(2) and asker.acceptance.accepted.least[0] == 4 / (4 + POOL_WEIGHT)
 
 
+def test_a_chain_s_lookups_are_asked_how_many_drafts_they_make() -> None:
+    """Four asked for, two made in each round, both right."""
+    auto = AutoPolicy(costs(), Acceptance(8))
+    both = [internals.together(auto, num_together=1, num_asked=number) for number in (4, 0)]
+    asker = internals.AskingLookups(*both)
+    its = request(4)
+    for _ in range(200):
+        assert asker.choose([its], 0) == [4]
+        asker.learn(its, [Round(2, 2, 4, 2, 0)])
+        asker.finished(StepOutcome(1, 3, 4, 3, 0, 1.0))
+    found = asker.lookups.acceptance
+    assert found.longer[1] > 0.9 and found.longer[2] < 0.1
+    assert 2.5 < asker.lookups.chooser.tokens(1.0, 0)[4] < 3.1
+    assert not asker.models.acceptance.accepted.least[0]
+
+
 def test_what_is_predicted_counts_all_turns_alike() -> None:
     """Plain steps seem to take twice as long after the second turn, and steps with drafts no longer."""
     first, second = (StepCosts((0, 1), target=Curve({1: base, 2: 1.5})) for base in (1.0, 2.0))
@@ -209,3 +227,20 @@ def test_steps_after_a_prompt_take_what_others_of_their_size_do() -> None:
     assert way.decoding_speed(1) == pytest.approx((1 + 2 + 2) / 3.0)
     way.steps.append(step._replace(num_rows=2, num_tokens=1, seconds=3.0, is_typical=False))
     assert way.decoding_speed(1) == pytest.approx((1 + 2 + 2 + 1) / 6.0)
+
+
+def test_what_a_prompt_adds_to_plain_steps_is_taken_off_those_of_a_size_that_has_no_others() -> None:
+    """After each of two prompts the first plain step takes 5 seconds, the second 3 and then 4, others 2."""
+    plain, drafted = (adaptive.Way(name, llm=None) for name in ("plain", "drafted"))  # type: ignore[arg-type]
+    step, late = StepOutcome(1, 1, 0, 1, 0, 2.0), StepOutcome(1, 1, 0, 1, 0, 2.0, is_typical=False)
+    both = StepOutcome(2, 2, 0, 2, 0, 9.0, is_typical=False)
+    plain.steps = [late._replace(seconds=5.0), late._replace(seconds=3.0), step, step, both]
+    plain.steps += [step, late._replace(seconds=5.0), late._replace(seconds=4.0), step]
+    assert plain.slowed(1) == [3.0, 1.5] and plain.slowed(2) == []
+    drafts = StepOutcome(1, 3, 2, 2, 0, 8.0, is_typical=False)
+    drafted.steps = [
+        drafts,
+        drafts._replace(num_rows=2, seconds=6.0),
+        drafts._replace(num_rows=4, seconds=9.0),
+    ]
+    assert drafted.decoding_speed(1, plain.slowed(1)) == pytest.approx(6 / (5.0 + 4.5 + 9.0))

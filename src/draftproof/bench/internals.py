@@ -403,11 +403,8 @@ class AskingLookups(ChainPolicy):
 
     compares = False
 
-    def verified(self, request: Progress, num_drafted: int, num_accepted: int, *, is_model: bool) -> None:
-        self.lookups.verified(request, num_drafted, num_accepted)
-
     def learn(self, request: Progress, rounds: Sequence[Round]) -> None:
-        learn_each(self, request, rounds)
+        self.lookups.learn(request, rounds)
 
 
 Asking = AskingAnyway | ChainPolicy  # a chain policy of two that ask anyway
