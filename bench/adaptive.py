@@ -149,19 +149,41 @@ class Way:
         for kept in (self.seconds, self.tokens, self.outputs, self.steps):
             kept.clear()
 
-    def decoding_speed(self, batch: int) -> float:
+    def decoding_speed(self, batch: int, slowed: Sequence[float] = ()) -> float:
         """Tokens per second of steps in which `batch` requests decode. Each takes the mean of its size without the
         fastest and slowest tenth: a single disturbance is no matter of prediction, slow seconds are. Nor is what a
-        prompt does to the steps after it: if others of that size are typical, these count for the time."""
-        steps = [step for step in self.steps if step.num_requests == batch]
-        by_size: dict[tuple[int, int], list[StepOutcome]] = {}
-        for step in steps:
-            by_size.setdefault((step.num_rows, step.num_drafts), []).append(step)
-        seconds = 0.0
+        prompt does to the steps after it: if others of that size are typical, these count for the time, and else what
+        a prompt adds to steps at their places, `slowed`, is taken off."""
+        by_size: dict[tuple[int, int], list[tuple[StepOutcome, int]]] = {}
+        for step, place in zip(self.steps, _places(self.steps), strict=True):
+            if step.num_requests == batch:
+                by_size.setdefault((step.num_rows, step.num_drafts), []).append((step, place))
+        num_tokens, seconds = 0, 0.0
         for alike in by_size.values():
-            typical = [step for step in alike if step.is_typical] or alike
-            seconds += len(alike) * _middle_mean([step.seconds for step in typical])
-        return sum(step.num_tokens for step in steps) / seconds
+            times = [step.seconds for step, _ in alike if step.is_typical]
+            if not times:
+                times = [
+                    step.seconds - (slowed[place] if place < len(slowed) else 0.0) for step, place in alike
+                ]
+            num_tokens += sum(step.num_tokens for step, _ in alike)
+            seconds += len(alike) * _middle_mean(times)
+        return num_tokens / seconds
+
+    def slowed(self, batch: int) -> list[float]:
+        """Seconds that plain steps of `batch` requests take longer in the first, second, ... place after a prompt than
+        where they are typical: the median; empty if none are."""
+        typical: list[float] = []
+        by_place: dict[int, list[float]] = {}
+        for step, place in zip(self.steps, _places(self.steps), strict=True):
+            if step.num_requests == batch and step.is_plain:
+                (typical if step.is_typical else by_place.setdefault(place, [])).append(step.seconds)
+        if not typical:
+            return []
+        usual = statistics.median(typical)
+        longer = [
+            statistics.median(by_place.get(place, [usual])) for place in range(1 + max(by_place, default=-1))
+        ]
+        return [max(0.0, seconds - usual) for seconds in longer]
 
     def speed(self, turns: Sequence[int]) -> float:
         return sum(self.tokens[i] for i in turns) / sum(self.seconds[i] for i in turns)
@@ -187,6 +209,15 @@ class Speedup(NamedTuple):
             plain += seconds
             drafted += seconds / found.speedup
         return plain / drafted
+
+
+def _places(steps: Sequence[StepOutcome]) -> list[int]:
+    """For each step how many came before it that are not typical either, in a row: its place after the last prompt."""
+    places, place = [], -1
+    for step in steps:
+        place = -1 if step.is_typical else place + 1
+        places.append(max(place, 0))
+    return places
 
 
 def _middle_mean(times: Sequence[float]) -> float:
@@ -326,26 +357,26 @@ class Bench:
         prompts: Ids,
     ) -> Speedup:
         """How much faster decoding is with these drafts than with none, in turns beside `auto`, whose `costs` are noted
-        after each."""
-        ways = [
-            Way("drafted", self.drafting, told, is_watched=True),
-            Way("plain", self.drafting, partial(Told, 0), is_watched=True),
-            Way("auto", self.drafting, lambda: self._continued(auto)),
-        ]
+        after each. It gets as much time as both: an engine in service has all of it, and seldom a plain step."""
+        drafted = Way("drafted", self.drafting, told, is_watched=True)
+        plain = Way("plain", self.drafting, partial(Told, 0), is_watched=True)
+        learning = Way("auto", self.drafting, lambda: self._continued(auto))
         believed: list[StepCosts] = []
-        order, end = random.Random(0), time.perf_counter() + self.measured_seconds
+        same, order, end = True, random.Random(0), time.perf_counter() + self.measured_seconds
         while len(believed) < num_turns or time.perf_counter() < end:
             given, params = self._turn(len(believed), batch * self.waves, prompts)
-            for way in order.sample(ways, len(ways)):
+            for way in order.sample((drafted, plain), 2):
                 way.run(given, params)
+            while sum(learning.seconds) < sum(drafted.seconds) + sum(plain.seconds):
+                learning.run(given, params)
+                same = same and learning.outputs[-len(given) :] == plain.outputs[-len(given) :]
             believed.append(copy.deepcopy(costs))
-        drafted, plain, _ = ways
         return Speedup(
-            speedup=drafted.decoding_speed(batch) / plain.decoding_speed(batch),
+            speedup=drafted.decoding_speed(batch, plain.slowed(batch)) / plain.decoding_speed(batch),
             context=int(
                 statistics.mean(step.context for step in drafted.steps if step.num_requests == batch)
             ),
-            same=all(way.outputs == plain.outputs for way in ways),
+            same=same and drafted.outputs == plain.outputs,
             believed=believed,
         )
 
