@@ -19,9 +19,9 @@ every prompt was decoded with the maximum of drafts. Their costs are those that 
 acceptance is measured with that number, over the same turns. After the cell's turns they are compared with all steps of
 that kind, not just those that a policy would be told, with so many drafts and with none, in turns, which take seconds
 even if the cell has few. The first steps after a prompt, which slows a CPU for some, take what others of their size do:
-it is left out as the prompt itself is. `auto` goes on beside them, and what it believes after each turn counts alike: a
-machine's speed changes, for one kind of step more than for others, and a prediction is for the machine that it was
-learned on.
+it is left out as the prompt itself is. Where there are no others, what it adds to plain steps is taken off. `auto` goes
+on beside them for as long, and what it believes after each turn counts alike: a machine's speed changes, for one kind
+of step more than for others, and a prediction is for the machine that it was learned on.
 
 A fixed number that is far slower than the best in the first turns is left out of the later ones. With one wave one pair
 of engines serves all batches. At the end a table of all cells is printed.

@@ -1325,8 +1325,8 @@ def test_a_probe_ends_also_if_nobody_is_asked_any_more() -> None:
 @pytest.mark.parametrize("is_seen", [True, False])
 def test_the_first_probe_comes_early_where_it_tells_for_sure(is_seen: bool) -> None:
     """Steps with drafts bring ten tokens, so that others lose much, and are seldom probed: once for 54 tokens, a fifth
-    of a per cent of what 2,700 steps bring. A lookup's half of a per cent, those after the first sooner: four times,
-    twice, a third. `is_seen`: see `Probes`; the drafter then takes 0.05 of a step, too."""
+    of a per cent of what 2,700 steps bring. A lookup's 0.3 %, of 1,800, those after the first sooner: four times, twice,
+    a third. `is_seen`: see `Probes`; the drafter then takes 0.05 of a step, too."""
     choice = DraftChoice({RequestClass(0): 12}, tokens=10.0, seconds=1.0, balanced=10.0)
     its = Probes(costs(), is_seen=is_seen)
     found = []
@@ -1335,7 +1335,8 @@ def test_the_first_probe_comes_early_where_it_tells_for_sure(is_seen: bool) -> N
         if its.is_due(choice, 1):
             its.start(1)
             found.append(number + 1)
-    of_lookup = [FEWEST_APART, *(FEWEST_APART + steps for steps in (270, 810, 1620, 2700, 3780, 4860, 5940))]
+    usual = PROBED_STEPS * (10 - 1) / LOOKUPS_SHARE / 10
+    of_lookup = [FEWEST_APART + times * usual for times in (0, 0.25, 0.75, 1.5, 2.5, 3.5)]
     assert found == ([2715, 5430] if is_seen else pytest.approx(of_lookup, abs=2))
 
 
@@ -1358,7 +1359,8 @@ def test_a_model_s_first_probes_come_sooner_where_its_drafts_gain_little(is_seen
         assert apart[:4] == pytest.approx([usual / 4, usual / 2, usual * 3 / 4, usual], abs=1)
     else:
         usual = math.ceil(PROBED_STEPS * (1.1 - 1.0) / LOOKUPS_SHARE / 1.1)
-        assert apart[:3] == [FEWEST_APART] * 3 and apart[4:6] == [usual, usual]
+        sooner = [max(FEWEST_APART, math.ceil(usual * times)) for times in (0.25, 0.5, 0.75)]
+        assert apart[0] == FEWEST_APART and apart[1:6] == [*sooner, usual, usual]
 
 
 def test_a_probe_s_first_step_counts_as_what_it_is() -> None:
@@ -1416,11 +1418,11 @@ def test_a_choice_is_not_kept_for_others() -> None:
     assert its._kept is not made and made is not None and len(made.asked) == 4
 
 
-@pytest.mark.parametrize(("rate", "least", "most"), [(0.3, 24, 26), (0.9, 9, 11)])
+@pytest.mark.parametrize(("rate", "least", "most"), [(0.3, 15, 17), (0.9, 6, 8)])
 def test_a_lookup_that_always_drafts_measures_plain_steps_now_and_then(
     rate: float, least: int, most: int
 ) -> None:
-    """The more often, the less they lose: half a per cent, at first more. Each of them is reported, and none counts as
+    """The more often, the less they lose: 0.3 %, at first more. Each of them is reported, and none counts as
     a step whose drafts were left out."""
     its, one = policy(rate, row=0.002, step=0.001), request(4)
     its.is_lookup, its.probes, its.savings = True, True, MOST_SAVED

@@ -20,7 +20,7 @@ PROBED_STEPS, PROBED_SHARE = 6, 0.002
 # up to twice as long for seconds, and those with many rows hardly longer. And one is off by a tenth. So they may take
 # more of the time, and after the first the next come sooner by this, divided by how many there were. Example: suffix
 # drafting for one of `small` was believed to gain 4.5 and gained 3.7, with eight long probes 3.9 and 4.1.
-LOOKUPS_SHARE, SOONER = 0.005, 4.0
+LOOKUPS_SHARE, SOONER = 0.003, 4.0
 # Where drafts are believed to gain less than `DOUBTFUL`, an error of the costs decides whether they pay, and only a
 # probe ends it: time that all steps take too long is put down to the machine's pace. So there the first three of a
 # drafter with a model come sooner, up to four times. Example: MTP for four of `tiny`, steps with one draft believed to
