@@ -82,6 +82,25 @@ def test_what_was_measured_is_what_is_expected(buckets: tuple[int, ...]) -> None
     assert costs.prompt_row_seconds == pytest.approx(3e-5)
 
 
+@pytest.mark.parametrize("slowness", [1.0, 0.7, 1.5])
+def test_the_largest_passes_take_what_others_do_whenever_they_are_measured(
+    slowness: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`slowness`: of the machine from then on, when all other sizes were measured."""
+    runner, costs = FakeRunner(max_num_seqs=64), StepCosts(LEVELS)
+    larger = profile._larger
+
+    def slowed(*given: Any) -> list[StepSize]:
+        runner.slowness = slowness
+        return larger(*given)
+
+    monkeypatch.setattr(profile, "_larger", slowed)
+    profile.measure(runner, costs, clock=lambda: runner.now)
+    most = 64 * (1 + LEVELS[-1])
+    assert most in costs.target.points and most > profile.MOST_ROWS
+    assert costs.target.at(most) == pytest.approx(1e-3 + 1e-4 * most)
+
+
 def test_what_a_row_reads_is_measured_with_few_tokens_and_with_many() -> None:
     """With many they are in no cache."""
     runner, costs = FakeRunner(), StepCosts(LEVELS)
