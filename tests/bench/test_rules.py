@@ -68,7 +68,18 @@ def test_the_comparison_runs(
     ]
     monkeypatch.setattr(adaptive, "HOPELESS", 0.0)  # so that no number is left out by the clock
     file = tmp_path / "rows.json"
-    more = ["--num-turns", "2", "--tokens", "12", "--waves", "1", "--json", str(file)]
+    more = [
+        "--num-turns",
+        "2",
+        "--tokens",
+        "12",
+        "--waves",
+        "1",
+        "--measured-seconds",
+        "0",
+        "--json",
+        str(file),
+    ]
     monkeypatch.setattr("sys.argv", ["adaptive", *flags, *more])
     adaptive.main()
     out = capsys.readouterr().out
@@ -238,9 +249,12 @@ def test_what_a_prompt_adds_to_plain_steps_is_taken_off_those_of_a_size_that_has
     plain.steps += [step, late._replace(seconds=5.0), late._replace(seconds=4.0), step]
     assert plain.slowed(1) == [3.0, 1.5] and plain.slowed(2) == []
     drafts = StepOutcome(1, 3, 2, 2, 0, 8.0, is_typical=False)
+    drafted.starts = [0, 3]
     drafted.steps = [
         drafts,
         drafts._replace(num_rows=2, seconds=6.0),
         drafts._replace(num_rows=4, seconds=9.0),
     ]
     assert drafted.decoding_speed(1, plain.slowed(1)) == pytest.approx(6 / (5.0 + 4.5 + 9.0))
+    drafted.steps.append(drafts)  # the first of another turn
+    assert drafted.decoding_speed(1, plain.slowed(1)) == pytest.approx(8 / (2 * 5.0 + 4.5 + 9.0))

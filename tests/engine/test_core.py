@@ -20,6 +20,7 @@ from draftproof.engine.costs import StepOutcome
 from draftproof.engine.deltas import TokenDelta
 from draftproof.engine.drafting import (
     AFTER_PROMPTS,
+    LONG_AFTER,
     MOST_LEFT_OUT,
     NUM_AVERAGED,
     ROUNDS_TOGETHER,
@@ -1040,15 +1041,18 @@ def test_steps_after_a_prompt_are_not_typical_on_a_cpu_nor_single_ones_where_the
         assert typical == (from_the_start if async_depth else after_prompts)
 
 
-def test_steps_that_end_long_after_a_prompt_are_typical(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a fake clock on which the third step after each prompt ends late enough, by the end of the prompt's step."""
+@pytest.mark.parametrize(("seconds", "num_slowed"), [(SLOWED_SECONDS / 2.5, 3), (LONG_AFTER, 0)])
+def test_steps_that_begin_or_end_long_after_a_prompt_are_typical(
+    seconds: float, num_slowed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a fake clock. Short ones: the fourth begins after three, which take more than the time that a prompt slows."""
     heard: list[StepOutcome] = []
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     runner = FakeRunner(3)
 
     def pass_time(step: StepInput) -> None:
-        now[0] += SLOWED_SECONDS / 2.5
+        now[0] += seconds
 
     runner.before = pass_time
     engine = core(runner)
@@ -1058,7 +1062,7 @@ def test_steps_that_end_long_after_a_prompt_are_typical(monkeypatch: pytest.Monk
         engine.add_request(str(number), spec(20 + number, 60))
         for _ in range(5):
             engine.step()
-    assert [step.is_typical for step in heard] == 2 * [False, False, True, True]
+    assert [step.is_typical for step in heard] == 2 * [number >= num_slowed for number in range(4)]
 
 
 def test_the_first_steps_after_many_prompts_are_not_typical_where_steps_overlap() -> None:

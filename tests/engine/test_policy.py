@@ -74,8 +74,9 @@ from draftproof.engine.policy import FixedPolicy
 from draftproof.engine.probes import (
     FEWEST_APART,
     LOOKUPS_SHARE,
+    MOST_SETTLING,
+    NUM_COUNTED,
     NUM_SETTLING,
-    NUM_SETTLING_TOGETHER,
     PROBED_STEPS,
     SOONER,
     Probes,
@@ -1208,10 +1209,10 @@ def test_a_step_is_priced_by_the_numbers_of_rows_that_it_has_and_not_by_their_me
         assert certain.usual(nobody=0.0) == (5 * level, 5 * level) and certain.most == 5 * level
     mostly = DraftRows()  # all 16 drafts in three of four rounds and else one: 12.25, and 6.5 to either side
     mostly.add(Part(1.0, 12.25, 192.25, 1.0, 16, half), 1)
-    assert mostly.usual(nobody=0.0) == (round(12.25 - 3.75), 16), "their mean is the mean"
+    assert mostly.usual(nobody=0.0) == (8, 16)
     seldom = DraftRows()  # and in one of four
     seldom.add(Part(1.0, 4.75, 64.75, 1.0, 16, half), 1)
-    assert seldom.usual(nobody=0.0) == (1, round(4.75 + 3.75))
+    assert seldom.usual(nobody=0.0) == (1, 8)
     its = policy(0.9, row=0.0, step=0.001, levels=(0, 16))
     its.acceptance = Acceptance(16, expected=0.9)
     its.costs.target = Curve({1: 1.0, 40: 1.0, 41: 9.0, 68: 9.0})
@@ -1325,8 +1326,8 @@ def test_a_probe_ends_also_if_nobody_is_asked_any_more() -> None:
 @pytest.mark.parametrize("is_seen", [True, False])
 def test_the_first_probe_comes_early_where_it_tells_for_sure(is_seen: bool) -> None:
     """Steps with drafts bring ten tokens, so that others lose much, and are seldom probed: once for 54 tokens, a fifth
-    of a per cent of what 2,700 steps bring. A lookup's 0.3 %, of 1,800, those after the first sooner: four times, twice,
-    a third. `is_seen`: see `Probes`; the drafter then takes 0.05 of a step, too."""
+    of a per cent of what 2,700 steps bring. A lookup's 0.3 %, of 1,800, those after the first sooner: four times,
+    twice, a third. `is_seen`: see `Probes`; the drafter then takes 0.05 of a step, too."""
     choice = DraftChoice({RequestClass(0): 12}, tokens=10.0, seconds=1.0, balanced=10.0)
     its = Probes(costs(), is_seen=is_seen)
     found = []
@@ -1380,14 +1381,20 @@ def test_a_probe_s_first_step_counts_as_what_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_requests", "is_lookup", "num_settling"),
-    [(1, True, NUM_SETTLING), (4, True, NUM_SETTLING_TOGETHER), (4, False, NUM_SETTLING)],
+    ("num_requests", "is_lookup", "plain", "num_settling"),
+    [
+        (1, True, 1e-3, NUM_SETTLING),
+        (4, True, 1e-3, MOST_SETTLING),
+        (4, True, 4e-3, 3),
+        (4, True, 1.0, 1),
+        (4, False, 1e-3, NUM_SETTLING),
+    ],
 )
 def test_a_probe_s_steps_count_from_when_they_have_settled(
-    num_requests: int, is_lookup: bool, num_settling: int
+    num_requests: int, is_lookup: bool, plain: float, num_settling: int
 ) -> None:
-    """After the many rows of several requests of a lookup that takes longer."""
-    made = policy(0.9, row=0.01, step=0.01)
+    """After the many rows of several requests of a lookup that takes ten milliseconds. `plain`: seconds of a step."""
+    made = policy(0.9, row=0.01 * plain, step=0.01 * plain, base=plain)
     its = AutoPolicy(made.costs, made.acceptance, is_lookup=is_lookup, probes=True)
     its.savings, asked = MOST_SAVED, [request(4, number) for number in range(num_requests)]
     its._probes._num_drafted = {num_requests.bit_length(): 10**6}
@@ -1398,7 +1405,7 @@ def test_a_probe_s_steps_count_from_when_they_have_settled(
         num_told += its.is_probing
         its.finished(StepOutcome(num_requests, rows, most, rows, 0, its.costs.step(num_requests, rows, most)))
         counted.append(len(its._probes.steps))
-    assert num_told == num_settling + PROBED_STEPS - NUM_SETTLING
+    assert num_told == num_settling + NUM_COUNTED
     assert counted[-num_told:] == [0] * num_settling + [1, 2, 3]
 
 
@@ -2170,17 +2177,45 @@ def test_the_last_of_many_requests_make_no_probe() -> None:
         assert its._probing(kept).is_probe == (left == 4)
 
 
-@pytest.mark.parametrize("num_left", [PROBED_STEPS, PROBED_STEPS + 1])
-def test_a_probe_waits_while_a_request_would_end_before_it(num_left: int) -> None:
-    """Broken off it would tell nothing, and be due no more."""
+@pytest.mark.parametrize("num_drafts", [0, 8])
+@pytest.mark.parametrize("is_new", [False, True])
+def test_a_probe_waits_while_a_request_would_end_before_it(num_drafts: int, is_new: bool) -> None:
+    """Broken off it would tell nothing. Its first step verifies the drafts that there are; and before the first after
+    prompts some steps with drafts come, for nothing if there is no room."""
     its = policy(0.9, row=0.1, step=0.0)
     its.probes = True
-    asked = [request(4, number, limit=limit) for number, limit in enumerate((4 + num_left, 400))]
-    assert any(its.choose(asked, 0))
-    kept = its._kept
+    num_tokens = (
+        PROBED_STEPS + 1 + num_drafts + is_new * ROUNDS_KEPT
+    )  # the last one makes no room for another
+    short, long = (request(4, number, limit=limit) for number, limit in enumerate((4 + num_tokens, 400)))
+    assert any(its.choose([short, long], 0))
+    kept, short.num_drafts = its._kept, num_drafts
     kept.num_steps = 100_000
-    assert its._probing(kept).is_probe == (num_left > PROBED_STEPS)
-    assert its._probes._num_probes == (Counter({2: 1}) if num_left > PROBED_STEPS else Counter())
+    left = kept.num_left
+    short.tokens.append(1)
+    assert its._probing(kept, is_new=is_new) is kept and its._probes.is_due(kept.choice, 2, kept.num_unprobed)
+    assert kept.num_left == left, "not hurried either"
+    short.tokens.pop()
+    assert its._probing(kept, is_new=is_new).is_probe == (not is_new)
+
+
+@pytest.mark.parametrize("num_left", [3, 4])
+def test_a_probe_of_fewer_requests_tells_nothing(num_left: int) -> None:
+    """Of four one ends in it. Costs are kept by the bit length of the number of requests."""
+    its = policy(0.9, row=0.01, step=0.01)
+    its.is_lookup, its.probes, its.savings = True, True, MOST_SAVED
+    its.__post_init__()
+    asked = [request(4, number) for number in range(4)]
+    its._probes._num_drafted = {3: 10**6}
+    while not its.is_probing:
+        ks = its.choose(asked, 0)
+        its.finished(StepOutcome(4, 4 + sum(ks), max(ks), 4 + sum(ks), 0, 1.0))
+    num_told = 0
+    while its.is_probing:
+        its.finished(plain_step(1.0)._replace(num_requests=num_left, num_rows=num_left))
+        num_told = max(num_told, len(its._probes.steps))
+        its.choose(asked[:num_left], 0)
+    assert num_told == (NUM_COUNTED if num_left == 4 else 0)
 
 
 def test_drafts_that_are_only_compared_have_a_price() -> None:

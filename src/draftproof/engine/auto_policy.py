@@ -34,7 +34,7 @@ from draftproof.engine.ledger import (
 )
 from draftproof.engine.opening import SHORT, is_early
 from draftproof.engine.policy import Parts
-from draftproof.engine.probes import Probes
+from draftproof.engine.probes import NUM_COUNTED, Probes
 from draftproof.engine.progress import Progress, Round
 from draftproof.engine.row_price import row_prices, stop_price
 from draftproof.engine.shadow_turns import ShadowTurns
@@ -250,19 +250,21 @@ class AutoPolicy:
         return kept
 
     def _probing(self, kept: Kept, *, is_new: bool = False) -> Kept:
-        """The probe that interrupts this choice, if one is due. `is_new`: some of its requests have not decoded, and
-        steps after prompts are not typical. There a few steps come first: all may be too many, since requests end."""
+        """The probe that interrupts this choice, if one is due and no request's limit would end it first. `is_new`:
+        some of its requests have not decoded, and steps after prompts are not typical. There a few steps come first:
+        all may be too many, since requests end."""
         may_probe = self.probes and bool(kept.choice.num_drafts) and not kept.num_others
-        # steps of fewer requests say little of those of the choice
+        # costs are corrected by the bit length of the number of requests, of fewer they would be others
         may_probe = may_probe and len(kept.asked).bit_length() == kept.num_made.bit_length()
         if not may_probe or not self._probes.is_due(kept.choice, kept.num_made, kept.num_unprobed):
+            return kept
+        num_reported = self._probes.num_reported(kept.num_made, kept.choice.plain_seconds)
+        num_before = ROUNDS_KEPT if is_new else 0  # tokens; drafts that are there are still verified
+        if any(its.room - its.num_drafts < num_before + num_reported for its in kept.asked):
             return kept
         if is_new:
             kept.hurry()
             return kept
-        num_reported = self._probes.num_reported(kept.num_made)
-        if any(request.spec.limit - len(request.tokens) <= num_reported for request in kept.asked):
-            return kept  # it would be broken off
         self._probes.start(kept.num_made)
         return kept.probe(self._longest(kept), num_reported)
 
@@ -660,7 +662,7 @@ class AutoPolicy:
         if not is_probed:
             self._steps.append((step, num_plain if step.is_plain else self.report_every))
             self._was_asked = False
-        elif kept is not None and kept.num_told >= self._probes.num_settling(kept.num_made):
+        elif kept is not None and self._counts(step, kept):
             self._probes.steps.append(step)
         # those without drafts are alike, and nothing is risked until the next choice
         waits = step.is_plain if kept is None else kept.may_wait or not kept.choice.num_drafts
@@ -668,6 +670,12 @@ class AutoPolicy:
             self._settle_steps()
         if kept is not None and not step.is_shadow and (step.is_plain or not kept.is_probe):
             kept.count_told(self.ledger.stake, max(1, num_plain) if step.is_plain else 1)
+
+    @staticmethod
+    def _counts(step: StepOutcome, probe: Kept) -> bool:
+        """Whether this step of a probe tells what plain ones take, for about as many requests as it was made for."""
+        is_settled = probe.num_told >= probe.num_reported - NUM_COUNTED
+        return is_settled and step.num_requests.bit_length() == probe.num_made.bit_length()
 
     def rested(self, num_steps: int) -> None:
         """So many steps had no drafts of these drafters, whoever else made some; one of them was reported."""

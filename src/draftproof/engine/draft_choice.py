@@ -108,9 +108,9 @@ class DraftRows:
     def usual(self, nobody: float) -> tuple[int, int]:
         """A low and a high number, a standard deviation to either side of the mean, if some request has drafts;
         `nobody`: the chance that none has. Steps take less time for the mean than on the average if each further row
-        costs more than the one before. If the mean is closer to either end, as close as that is: the mean of both is
-        the mean. Examples: none or 16 of one request, each as likely: 16 and 16. Eight in most rounds and fewer in
-        some, 6.8 and 2.2 to either side: 6 and 8."""
+        costs more than the one before. No further from the mean than the nearer end (1 or `most`), so that their mean
+        stays the mean. Examples: none or 16 of one request, each as likely: 16 and 16. Eight in most rounds and fewer
+        in some, 6.8 and 2.2 to either side: 6 and 8."""
         mean = self.mean / (1.0 - nobody)
         variance = (self.variance + self.mean**2) / (1.0 - nobody) - mean**2
         apart = max(0.0, min(math.sqrt(max(0.0, variance)), mean - 1.0, self.most - mean))

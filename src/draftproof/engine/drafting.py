@@ -22,12 +22,12 @@ FOLLOWED_EVERY, FEW_FOLLOWED = 8, 2
 # Rounds of a request that are told of together, while not each step is to be told of: one at a time, they take a few
 # per cent of a small model's step, since nothing that telling reads is in the caches then.
 ROUNDS_TOGETHER = 4
-# Steps after one with prompts, on a CPU, that say nothing of how long such steps take, unless they end so many seconds
-# after it: a prompt's products slow the processor for a while (a Xeon with AMX by 1.6 at first, by 1.1 after four
+# Steps after one with prompts, on a CPU, that say nothing of how long such steps take, if they begin within so many
+# seconds: a prompt's products slow the processor for a while (a Xeon with AMX by 1.6 at first, by 1.1 after four
 # steps), and have taken the weights out of the caches. Example: `small` for one request, an EPYC. Steps of 1.2 ms take
-# 1.7, 1.55, 1.4, 1.35, 1.3, 1.3, 1.2 ms. With drafts for 64 requests the first step ends after 50 ms, and a text has
-# three of all 64.
-AFTER_PROMPTS, SLOWED_SECONDS = 6, 0.01
+# 1.7, 1.55, 1.4, 1.35, 1.3, 1.3, 1.2 ms. Steps that end long after a prompt count: it hardly slows them. Example: with
+# drafts for 64 requests the first takes 50 ms, and a text has three of all 64.
+AFTER_PROMPTS, SLOWED_SECONDS, LONG_AFTER = 6, 0.01, 0.04
 # Steps in a row that are left out for that, or since too few are alike in a row: under steady load there may be no
 # others.
 MOST_LEFT_OUT = 64
@@ -369,7 +369,7 @@ class Drafting:
 
         Left out are steps that recorded something, and steps that held a request which had already ended (not
         `was_wanted`): if all had, the device may have idled since. Of steps with prompts only the drafter's time is
-        reported; the first steps after them are not typical. `num_steps`: steps so far.
+        reported; the next steps, if they come soon, are not typical. `num_steps`: steps so far.
 
         Where steps overlap, a step's time is the average of those like it in a row (`StepRun`), typical if they are
         `NUM_AVERAGED`; a step launched on an idle device is left out. Without overlap see `_alone`.
@@ -385,7 +385,7 @@ class Drafting:
         self._last_result = now
         if flight.shadowing is not None:
             self._keep_shadows(flight, results, flight.shadowing)
-        is_settled = self._count(flight.has_prompts, now)
+        is_settled = self._count(flight.has_prompts, flight.start, now)
         if not self._runner.num_drafts:
             return
         is_ahead = self._runner.async_depth > 0
@@ -445,14 +445,16 @@ class Drafting:
         own = now - start
         return own - self._choosing_seconds + min(max(0.0, start - self._last_end), own)
 
-    def _count(self, has_prompts: bool, now: float) -> bool:
-        """Count a step that has finished now. Returns whether its time says how long such steps take, where they do not
-        overlap."""
+    def _count(self, has_prompts: bool, start: float, now: float) -> bool:
+        """Count a step that began at `start` and has finished now. Returns whether its time says how long such steps
+        take, where they do not overlap."""
         if has_prompts:
             self._num_since_prompts, self._last_prompts = 0, now
         else:
             self._num_since_prompts += 1
-        is_slowed = self._num_since_prompts <= AFTER_PROMPTS and now < self._last_prompts + SLOWED_SECONDS
+        seconds_before, seconds_after = start - self._last_prompts, now - self._last_prompts
+        is_soon = seconds_before < SLOWED_SECONDS and seconds_after < LONG_AFTER
+        is_slowed = self._num_since_prompts <= AFTER_PROMPTS and is_soon
         self._num_left_out = self._num_left_out + 1 if is_slowed else 0
         return _is_typical(self._num_left_out)
 

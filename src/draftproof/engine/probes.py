@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from dataclasses import dataclass, field
@@ -30,9 +31,11 @@ DOUBTFUL, DOUBTED_SOONER = 1.25, 4.0
 # The first of them do not count: after steps of many rows those of one are longer (`profile.SETTLING`). Suffix drafting
 # for one request of `small`: 1.31 ms for the target's pass, 1.06 where all steps are plain.
 NUM_SETTLING = 3
-# More of a lookup's for several requests, whose steps with drafts have many rows. Example: suffix drafting for four of
-# `tiny`: 1.49, 1.36, 1.31, 1.23, 1.17, 1.17, 1.15, 1.05 ms after steps of 68 rows, and 1.03 from then on.
-NUM_SETTLING_TOGETHER = 8
+NUM_COUNTED = PROBED_STEPS - NUM_SETTLING
+# Of a lookup's for several requests, whose steps with drafts have many rows, those of so many seconds do not, at most
+# so many. Example: suffix drafting for four of `tiny`: 1.49, 1.36, 1.31, 1.23, 1.17, 1.17, 1.15, 1.05 ms after steps of
+# 68 rows, and 1.03 from then on. Plain steps for 64 take 9 ms; eleven of them are a ninth of a text's time.
+SETTLING_SECONDS, MOST_SETTLING = 0.01, 8
 CLEARLY_LESS = 0.95
 # Steps with drafts before a probe, at least; of a lookup also as many as take as long as so many plain ones. Example:
 # suffix drafting for 16 of `small`, ten steps a text, each as long as ten plain ones: after two texts instead of seven.
@@ -45,7 +48,7 @@ class Probes:
 
     costs: StepCosts
     is_seen: bool
-    steps: list[StepOutcome] = field(default_factory=list)  # those that count
+    steps: list[StepOutcome] = field(default_factory=list)  # those that count, of about as many requests
     # steps with drafts since one had none, by the bit length of the number of requests
     _num_drafted: dict[int, int] = field(default_factory=dict)
     _num_probes: Counter[int] = field(default_factory=Counter)  # by the same
@@ -74,18 +77,17 @@ class Probes:
                 share *= max(1.0, DOUBTED_SOONER / (1 + num_probes))
         else:
             share = LOOKUPS_SHARE * max(1.0, SOONER / max(1, num_probes))
-        return num_drafted * num_plain >= self.num_reported(num_requests) * lost / share
+        return num_drafted * num_plain >= self.num_reported(num_requests, plain) * lost / share
 
-    def num_settling(self, num_requests: int) -> int:
-        """Number of a probe's first steps that do not count."""
-        return NUM_SETTLING if self.is_seen or num_requests == 1 else NUM_SETTLING_TOGETHER
-
-    def num_reported(self, num_requests: int) -> int:
-        """Number of reported steps of a probe."""
-        return PROBED_STEPS - NUM_SETTLING + self.num_settling(num_requests)
+    def num_reported(self, num_requests: int, plain_seconds: float) -> int:
+        """Number of reported steps of a probe, of which the last `NUM_COUNTED` count. `plain_seconds`: of each."""
+        if self.is_seen or num_requests == 1:
+            return PROBED_STEPS
+        return NUM_COUNTED + min(MOST_SETTLING, math.ceil(SETTLING_SECONDS / plain_seconds))
 
     def start(self, num_requests: int) -> None:
-        """A probe is made for so many requests: the next is due later."""
+        """A probe begins for so many requests: the next is due later, whether or not this one tells. Else those that
+        ends of texts break off would come ever again."""
         about_as_many = num_requests.bit_length()
         self._num_drafted[about_as_many] = 0
         self._num_probes[about_as_many] += 1

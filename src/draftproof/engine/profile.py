@@ -51,7 +51,7 @@ PROMPT_ROWS, PROMPT_RUNS = 64, 2
 # Larger passes of the most requests are measured, too, if they should take no more than so many seconds: they are what
 # long drafts of many requests take. Extrapolated from 192 rows, 1,088 took 57 ms instead of 74. And how often each.
 LARGEST_SECONDS, LARGEST_RUNS = 0.1, 3
-# With a larger `StepCosts.spread` other programs have disturbed the profile: 34 of 229 that two cores of an EPYC kept.
+# With a larger `StepCosts.spread` other programs have disturbed the profile: on two cores of an EPYC 34 of 229.
 # Example: 1.28. One to nine rows of `tiny` took 1.7 times as long as usual and 13 to 17 took 2.2 times, so that the
 # engine, and all after it, made at most 8 drafts for one request where 16 are 5 % faster.
 MOST_SPREAD = 1.15
@@ -226,7 +226,7 @@ def _measure_larger(
     runner: Measured, found: dict[StepSize, list[tuple[float, float]]], levels: tuple[int, ...]
 ) -> None:
     """Measure larger sizes, in turns with the largest that was measured before: if that now takes longer, so do they,
-    and that is not theirs. Example: 1,088 rows seemed to take 82 ms where 272 took 14.7, and in the same seconds take 59,
+    and that is not theirs. Example: 1,088 rows seemed to take 82 ms where 272 took 14.7, and take 70 in such seconds,
     so that 5 drafts for each of 64 requests seemed as good as 16, which are 10 % faster."""
     before = _largest(found)
     runs: dict[StepSize, list[tuple[float, float]]] = {before: []}
