@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -194,6 +196,38 @@ def test_acceptance_is_that_of_the_steps_that_are_compared() -> None:
             asker.proposed(one, 1, 1)
         asker.finished(StepOutcome(len(asked), 2 * len(asked), 1, len(asked), 0, 1.0))
     assert asker.predict(2) and asker.acceptance.accepted.least[0] == 4 / (4 + POOL_WEIGHT)
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_auto_learns_for_as_long_as_the_other_two_run(differs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A turn with drafts takes one second, one without two, and one of `auto` one. `differs`: its fifth output."""
+    took, runs = {"drafted": 1.0, "plain": 2.0, "auto": 1.0}, Counter[str]()
+
+    def run(way: adaptive.Way, prompts: list[list[int]], params: Any) -> None:
+        runs[way.name] += 1
+        way.seconds.append(took[way.name])
+        way.starts.append(len(way.steps))
+        way.steps.append(StepOutcome(1, 1, 0, 1, 0, took[way.name]))
+        way.outputs.append((8 if differs and way.name == "auto" and runs["auto"] == 5 else 7,))
+
+    monkeypatch.setattr(adaptive.Way, "run", run)
+    drafting: Any = SimpleNamespace(core=SimpleNamespace(runner=SimpleNamespace(async_depth=0)))
+    never: Any = None
+    bench = adaptive.Bench(
+        plain=never,
+        drafting=drafting,
+        batches=(1,),
+        waves=1,
+        num_tokens=4,
+        num_turns=2,
+        seconds=0.0,
+        measured_seconds=0.0,
+        temperature=0.0,
+        new=never,
+    )
+    found = bench._speedup(never, lambda: never, StepCosts((0, 1)), num_turns=2, batch=1, prompts=[[1]])
+    assert runs == {"drafted": 2, "plain": 2, "auto": 6} and len(found.believed) == 2
+    assert found.speedup == 2.0 and found.same == (not differs)
 
 
 def test_a_chain_s_lookups_are_asked_how_many_drafts_they_make() -> None:
