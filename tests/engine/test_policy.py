@@ -2201,7 +2201,7 @@ def test_a_probe_waits_while_a_request_would_end_before_it(num_drafts: int, is_n
 
 @pytest.mark.parametrize("num_left", [3, 4])
 def test_a_probe_of_fewer_requests_tells_nothing(num_left: int) -> None:
-    """Of four one ends in it. Costs are kept by the bit length of the number of requests."""
+    """One of four ends in it. Costs are kept by the bit length of the number of requests."""
     its = policy(0.9, row=0.01, step=0.01)
     its.is_lookup, its.probes, its.savings = True, True, MOST_SAVED
     its.__post_init__()

@@ -32,7 +32,7 @@ DOUBTFUL, DOUBTED_SOONER = 1.25, 4.0
 # for one request of `small`: 1.31 ms for the target's pass, 1.06 where all steps are plain.
 NUM_SETTLING = 3
 NUM_COUNTED = PROBED_STEPS - NUM_SETTLING
-# Of a lookup's for several requests, whose steps with drafts have many rows, those of so many seconds do not, at most
+# Where a lookup drafts for several requests, whose steps have many rows, steps of so many seconds do not count, at most
 # so many. Example: suffix drafting for four of `tiny`: 1.49, 1.36, 1.31, 1.23, 1.17, 1.17, 1.15, 1.05 ms after steps of
 # 68 rows, and 1.03 from then on. Plain steps for 64 take 9 ms; eleven of them are a ninth of a text's time.
 SETTLING_SECONDS, MOST_SETTLING = 0.01, 8

@@ -55,7 +55,7 @@ LARGEST_SECONDS, LARGEST_RUNS = 0.1, 3
 # Example: 1.28. One to nine rows of `tiny` took 1.7 times as long as usual and 13 to 17 took 2.2 times, so that the
 # engine, and all after it, made at most 8 drafts for one request where 16 are 5 % faster.
 MOST_SPREAD = 1.15
-VERSION = 23  # of what is measured: profiles of other versions are not used
+VERSION = 23  # counts changes of what is measured: profiles of other versions are not used
 LEVELS = (1, 2, 3, 5, 8, 12, 16, 24, 32, 48, 64)
 CAPTURED_LEVELS = (1, 3, 5, 8, 16, 32, 64)  # fewer, since each is a graph for every number of requests
 
