@@ -35,6 +35,8 @@ decoding has its own bound.
 --matrix: about one comparison in twenty would fail by chance where both are as fast as the bound says, and there are
 hundreds. So a cell that fails is measured again with four times the turns, and a prediction that is off for four times
 as long; what that shows counts, for or against.
+--json: the rows, with the seconds of each turn, and with the steps that were reported beside a prediction, by size:
+what they took, and what `auto` believes.
 """
 
 from __future__ import annotations
@@ -204,12 +206,13 @@ class Way:
 
 class Speedup(NamedTuple):
     """What drafts gain where all requests decode. `context`: mean tokens of all requests; `same`: outputs are equal;
-    `believed`: the costs that `auto` had learned after each turn."""
+    `believed`: the costs that `auto` had learned after each turn; `steps`: see `by_size`, by the names of ways."""
 
     speedup: float
     context: int
     same: bool
     believed: list[StepCosts]
+    steps: dict[str, list[dict[str, float]]]
 
     def predicted(self, acceptance: Acceptance, num_drafts: int, batch: int, num_tokens: int) -> float:
         """What so many drafts should gain by these costs, all turns together. Example: 2 ms a token without drafts and
@@ -222,6 +225,28 @@ class Speedup(NamedTuple):
             plain += seconds
             drafted += seconds / found.speedup
         return plain / drafted
+
+
+def by_size(steps: Sequence[StepOutcome], costs: StepCosts) -> list[dict[str, float]]:
+    """For each number of requests and of drafts that were wanted next: the number of steps, rows of each, milliseconds
+    of each, and those that `costs` say. Tells where a prediction is off, and what `auto` did."""
+    alike: dict[tuple[int, int], list[StepOutcome]] = {}
+    for step in steps:
+        alike.setdefault((step.num_requests, step.num_drafts), []).append(step)
+    found = []
+    for (num_requests, num_drafts), its in sorted(alike.items(), reverse=True):
+        believed = [costs.step(num_requests, step.num_rows, num_drafts, step.context) for step in its]
+        found.append(
+            {
+                "requests": num_requests,
+                "drafts": num_drafts,
+                "steps": len(its),
+                "rows": round(statistics.mean(step.num_rows for step in its), 1),
+                "ms": round(1e3 * statistics.mean(step.seconds for step in its), 3),
+                "believed_ms": round(1e3 * statistics.mean(believed), 3),
+            }
+        )
+    return found
 
 
 def _middle_mean(times: Sequence[float]) -> float:
@@ -297,6 +322,7 @@ class Bench:
             "cell": name,
             "batch": batch,
             "num_turns": num_turns,
+            "seconds": {way.name: way.seconds for way in ways},  # one number a turn
             **judged,
             **found,
             "same": same and found["same"],
@@ -349,6 +375,7 @@ class Bench:
             "predicted": predicted,
             "measured": measured.speedup,
             "same": measured.same,
+            "steps": measured.steps,
         }
 
     def _speedup(
@@ -366,7 +393,7 @@ class Bench:
         overlap = self.drafting.core.runner.async_depth > 0  # then a prompt slows no steps
         drafted = Way("drafted", self.drafting, told, is_watched=True)
         plain = Way("plain", self.drafting, partial(Told, 0), is_watched=True)
-        learning = Way("auto", self.drafting, lambda: self._continued(auto))
+        learning = Way("auto", self.drafting, lambda: self._continued(auto), is_watched=True)
         believed: list[StepCosts] = []
         same, order, end = True, random.Random(0), time.perf_counter() + self.measured_seconds
         while len(believed) < num_turns or time.perf_counter() < end:
@@ -385,6 +412,7 @@ class Bench:
             ),
             same=same and drafted.outputs == plain.outputs,
             believed=believed,
+            steps={way.name: by_size(way.steps, costs) for way in (drafted, plain, learning)},
         )
 
     def _asked_in_turns(

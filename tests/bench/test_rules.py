@@ -230,6 +230,21 @@ def test_auto_learns_for_as_long_as_the_other_two_run(differs: bool, monkeypatch
     assert found.speedup == 2.0 and found.same == (not differs)
 
 
+def test_steps_are_shown_by_size_with_what_is_believed_of_them() -> None:
+    its = costs()
+    steps = [
+        StepOutcome(2, 4, 1, 3, 0, 0.5),
+        StepOutcome(2, 3, 1, 2, 0, 0.7),
+        StepOutcome(1, 1, 0, 1, 0, 0.1),
+    ]
+    drafted, plain = adaptive.by_size(steps, its)
+    assert (drafted["requests"], drafted["drafts"], drafted["steps"]) == (2, 1, 2)
+    assert (drafted["rows"], drafted["ms"]) == (3.5, 600.0)
+    believed = (its.step(2, 4, 1, 0) + its.step(2, 3, 1, 0)) / 2
+    assert drafted["believed_ms"] == pytest.approx(1e3 * believed, abs=1e-3)
+    assert (plain["requests"], plain["drafts"], plain["steps"], plain["ms"]) == (1, 0, 1, 100.0)
+
+
 def test_a_chain_s_lookups_are_asked_how_many_drafts_they_make() -> None:
     """Four asked for, two made in each round, both right."""
     auto = AutoPolicy(costs(), Acceptance(8))
@@ -251,7 +266,7 @@ def test_what_is_predicted_counts_all_turns_alike() -> None:
     first, second = (StepCosts((0, 1), target=Curve({1: base, 2: 1.5})) for base in (1.0, 2.0))
     acceptance = Acceptance(1, expected=0.9)
     alone = [AutoPolicy(its, acceptance).predict(1).speedup for its in (first, second)]
-    measured = adaptive.Speedup(1.0, 0, same=True, believed=[first, second])
+    measured = adaptive.Speedup(1.0, 0, same=True, believed=[first, second], steps={})
     both = measured.predicted(acceptance, 1, 1, 10**9)
     assert alone[0] < both < alone[1]
     assert both == pytest.approx((1.0 + 2.0) / (1.0 / alone[0] + 2.0 / alone[1]), rel=1e-6)
