@@ -97,8 +97,8 @@ class Told(FixedPolicy):
         super().__init__(num_drafts)
         self._of_lookups = of_lookups
 
-    def choose(self, asked: list[Progress], num_others: int) -> list[int]:
-        chosen = super().choose(asked, num_others)
+    def choose(self, asked: list[Progress], num_others: int, num_joining: int = 0) -> list[int]:
+        chosen = super().choose(asked, num_others, num_joining)
         self.parts = Parts(chosen, [0] * len(asked)) if self._of_lookups else None
         return chosen
 

@@ -5,8 +5,9 @@
 
 A recording holds the costs of steps as the engine's profile found them, and for each position of some texts how many
 drafts the drafter has there and how many of them are right. A policy then decodes these texts: a step takes the time
-that these costs say, with some noise, and making a choice takes `CHOOSING` more. So causes can be told apart by
-changing one thing. How long steps really take is not known here: `bench/adaptive.py` measures that.
+that these costs say, with some noise, and making a choice takes `CHOOSING` more, unless steps are captured: there it is
+made while one runs. So causes can be told apart by changing one thing. How long steps really take is not known here:
+`bench/adaptive.py` measures that.
 
 --record: decodes the prompts (with --changing also noise, after them) once to warm up and once to record, on a CPU.
 Exit status 1 if `auto` reaches less than 0.97 of plain decoding or 0.95 of the best fixed number in any cell.
@@ -73,7 +74,7 @@ class Text:
 @dataclass(frozen=True)
 class Recording:
     """`is_compared`: the engine compares this drafter's drafts with the output; `has_kv`: it must see every row;
-    `buckets`: as in `StepCosts`."""
+    `buckets`: as in `StepCosts`; `prompts_together`: that a step computes, 0: all before the first step."""
 
     levels: tuple[int, ...]
     costs: dict[str, Any]
@@ -82,6 +83,7 @@ class Recording:
     has_kv: bool
     texts: list[Text]
     buckets: tuple[int, ...] = ()
+    prompts_together: int = 0
 
     @property
     def is_copied(self) -> bool:
@@ -121,7 +123,7 @@ class Recorder(FixedPolicy):
         self._drafts: dict[str, tuple[Progress, dict[int, Sequence[int]]]] = {}
         self.host_seconds: list[float] = []
 
-    def choose(self, asked: list[Progress], num_others: int) -> list[int]:
+    def choose(self, asked: list[Progress], num_others: int, num_joining: int = 0) -> list[int]:
         for request in asked:
             _, drafts = self._drafts.setdefault(request.id, (request, {}))
             drafts |= {shadow.start: shadow.drafts for shadow in request.shadows}
@@ -194,9 +196,9 @@ class Rehearsed(AutoPolicy):
     num_choices = 0
     matches: MatchRecord
 
-    def choose(self, asked: list[Progress], num_others: int) -> list[int]:
+    def choose(self, asked: list[Progress], num_others: int, num_joining: int = 0) -> list[int]:
         before = self._kept
-        found = super().choose(asked, num_others)
+        found = super().choose(asked, num_others, num_joining)
         if self._kept is not before:
             self.num_choices += 1
             self._choosing_seconds = CHOOSING
@@ -221,7 +223,7 @@ class Decoding:
 
 
 class Turn:
-    """A policy decodes some texts together. `seconds` so far, without the prompts' own steps."""
+    """A policy decodes some texts together. `seconds` so far, without steps that have nothing but prompts."""
 
     def __init__(
         self, policy: Policy, recording: Recording, texts: Sequence[Text], generator: random.Random
@@ -233,6 +235,7 @@ class Turn:
         self._generator = generator
         self._compares = recording.is_compared and policy.compares
         self.running = [self._started(number, text) for number, text in enumerate(texts)]
+        self._waiting: list[Decoding] = []  # their prompts are not computed yet
         self.seconds = 0.0
         self._num_steps = 0
         self._num_tokens = self._num_requests = 0  # in steps with drafts since one was reported
@@ -240,6 +243,9 @@ class Turn:
         if recording.has_kv:
             for request in self.running:
                 request.has_hole = not policy.will_draft(request.progress, len(texts) - 1)
+        if recording.prompts_together:
+            together = recording.prompts_together
+            self.running, self._waiting = self.running[:together], self.running[together:]
 
     @staticmethod
     def _started(number: int, text: Text) -> Decoding:
@@ -254,7 +260,7 @@ class Turn:
         """One step: ask the policy, verify what waits (not in the first), make drafts for the next step."""
         asked = [request for request in self.running if not request.has_hole]
         num_others = len(self.running) - len(asked)
-        chosen = self._policy.choose([request.progress for request in asked], num_others)
+        chosen = self._policy.choose([request.progress for request in asked], num_others, len(self._waiting))
         is_probing = self._policy.is_probing  # what this step tells may end it
         compared: Sequence[int] = [0] * len(asked)
         if asked and self._compares:
@@ -262,9 +268,11 @@ class Turn:
         most = max((*chosen, *compared), default=0)
         price = self._policy.price() if self._is_copied else RowPrice()
         is_plain = not most and not any(request.num_drafts for request in self.running)
-        is_told = False
+        is_told, joining = False, list[Decoding]()
         if self._num_steps:
             is_told = self._verify(most, is_shadow=bool(most) and not any(chosen), is_plain=is_plain)
+            joining = self._joining()
+            self._waiting = self._waiting[len(joining) :]
         self._num_steps += 1
         if self._recording.has_kv and is_plain and not is_probing:
             for request in self.running:
@@ -275,9 +283,14 @@ class Turn:
         for request, number, shadows in zip(asked, chosen, compared, strict=True):
             if request.progress.room > 0:
                 self._draft(request, number, shadows, price if most else RowPrice())
+        self.running += joining
         is_due = any(compared) or (not is_plain and self._num_steps % FOLLOWED_EVERY == 1)
         if is_told and self._compares and is_due:
             self._tell_lookups(is_compared=any(compared))
+
+    def _joining(self) -> list[Decoding]:
+        """Requests whose prompts this step computes."""
+        return self._waiting[: self._recording.prompts_together]
 
     def _verify(self, most: int, *, is_shadow: bool, is_plain: bool) -> bool:
         """The target's pass: takes its time, and adds tokens. Returns whether it was reported."""
@@ -285,13 +298,19 @@ class Turn:
         num_rows = num_requests + sum(request.num_drafts for request in self.running)
         context = sum(len(request.progress.tokens) for request in self.running)
         seconds = self._costs.step(num_requests, num_rows, most, context)
+        joining = self._joining()
+        if joining:  # a step with prompts takes as long as its rows
+            num_prompt_rows = sum(request.text.num_prompt for request in joining)
+            seconds = self._costs.target_row_seconds * (num_rows + num_prompt_rows)
+            seconds += self._costs.draft.at(num_requests, most)
         seconds *= math.exp(self._generator.gauss(0, NOISE))
         self.seconds += seconds
         num_tokens = sum(self._accept(request) for request in self.running)
         if not is_plain:
             self._num_tokens += num_tokens
             self._num_requests += num_requests
-        is_told = self._num_steps % (self._policy.plain_every if is_plain else self._policy.report_every) == 0
+        every = self._policy.plain_every if is_plain else self._policy.report_every
+        is_told = self._num_steps % every == 0 and not joining
         if is_told:
             host, each_tokens = self._costs.host.seconds, 0.0
             if not is_plain:
@@ -381,7 +400,7 @@ def decoded(policy: Policy, recording: Recording, texts: Sequence[Text], generat
     while turn.running:
         turn.step()
     after = policy.num_choices if isinstance(policy, Rehearsed) else 0
-    return turn.seconds + (after - before) * CHOOSING
+    return turn.seconds + (0 if recording.buckets else (after - before) * CHOOSING)
 
 
 def speeds(recording: Recording, batch: int, seed: int = 0) -> dict[str, float]:

@@ -26,7 +26,7 @@ class BatchTable(FixedPolicy):
     def at(self, num_requests: int) -> int:
         return next((k for most, k in self._table if num_requests <= most), 0)
 
-    def choose(self, asked: list[Progress], num_others: int) -> list[int]:
+    def choose(self, asked: list[Progress], num_others: int, num_joining: int = 0) -> list[int]:
         return [self.at(len(asked) + num_others)] * len(asked)
 
 
@@ -51,7 +51,7 @@ class AverageAcceptance(FixedPolicy):
         self._slot = 0
         self._accepted: list[int] = []
 
-    def choose(self, asked: list[Progress], num_others: int) -> list[int]:
+    def choose(self, asked: list[Progress], num_others: int, num_joining: int = 0) -> list[int]:
         number = len(asked) + num_others
         self._slot = max(i for i, (low, _) in enumerate(self._slots) if number >= low) if number else 0
         return [self._slots[self._slot][1][self._place[self._slot]]] * len(asked)

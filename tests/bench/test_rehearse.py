@@ -13,7 +13,7 @@ import pytest
 from bench import rehearse
 from draftproof import LLM, SamplingParams, assets
 from draftproof.bench import internals
-from draftproof.engine.costs import StepOutcome
+from draftproof.engine.costs import Curve, StepOutcome
 from draftproof.engine.policy import FixedPolicy
 from draftproof.engine.progress import Progress
 
@@ -99,10 +99,10 @@ class ProbesOnce(FixedPolicy):
 
     plain_every, is_probing, num_steps = 1, False, 0
 
-    def choose(self, asked: list[Progress], num_others: int) -> list[int]:
+    def choose(self, asked: list[Progress], num_others: int, num_joining: int = 0) -> list[int]:
         self.num_steps += 1
         self.is_probing = self.num_steps in (2, 3)  # the first of these verifies what there is
-        return [0] * len(asked) if self.is_probing else super().choose(asked, num_others)
+        return [0] * len(asked) if self.is_probing else super().choose(asked, num_others, num_joining)
 
     def finished(self, step: StepOutcome) -> None:
         self.is_probing = False
@@ -116,41 +116,50 @@ def test_a_drafter_sees_the_last_step_of_a_probe_too() -> None:
     assert policy.num_steps == 5 and not any(request.has_hole for request in turn.running)
 
 
-# Milliseconds of an 8B model's captured steps with an EAGLE-3 head on an H200, by requests: of plain ones and, for each
-# number of drafts, what these add to plain steps of as many rows.
-PLAIN_MS = {1: 4.2, 4: 4.3, 8: 4.3, 16: 4.4, 24: 4.5, 32: 4.7, 40: 4.9, 48: 4.9, 56: 5.0, 64: 5.1}
-DRAFTS_MS = {
-    1: {1: 0.3, 3: 0.7, 5: 1.2},
-    4: {1: 0.3, 3: 0.7, 5: 1.1},
-    8: {1: 0.3, 3: 0.6, 5: 1.1},
-    16: {1: 0.2, 3: 0.6, 5: 0.9},
-    24: {1: 0.1, 3: 0.5, 5: 3.1},
-    32: {1: 0.1, 3: 0.4, 5: 2.1},
-    40: {1: 0.2, 3: 2.6, 5: 2.2},
-    48: {1: 0.0, 3: 1.9},
-    56: {1: 0.2, 3: 2.3},
-    64: {1: -0.1, 3: 1.5},
+# Milliseconds of an 8B model's captured steps with an EAGLE-3 head on an H200, by requests and number of drafts, for
+# sequences of 250 tokens, as the profile found them. Beside prompts a row takes 26 microseconds.
+STEP_MS = {
+    1: {0: 4.3, 1: 4.6, 3: 5.1, 5: 5.6},
+    2: {0: 4.3, 1: 4.7, 3: 5.2, 5: 5.7},
+    4: {0: 4.4, 1: 4.8, 3: 5.3, 5: 5.9},
+    8: {0: 4.5, 1: 4.8, 3: 5.5, 5: 6.3},
+    16: {0: 4.6, 1: 5.0, 3: 6.0, 5: 6.8},
+    24: {0: 4.8, 1: 5.4, 3: 6.4, 5: 11.0},
+    32: {0: 5.0, 1: 5.6, 3: 7.0, 5: 10.6},
+    40: {0: 5.3, 1: 5.9, 3: 10.7, 5: 10.9},
+    48: {0: 5.4, 1: 6.1, 3: 10.3},
+    56: {0: 5.5, 1: 6.6, 3: 10.7},
+    64: {0: 5.6, 1: 6.6, 3: 10.6},
 }
+PROMPT_ROWS, PROMPT_ROW_MS = 2048, 0.026
 
 
 def captured(rate: float, num_texts: int) -> rehearse.Recording:
-    """Texts in which each draft is right at this rate, where steps are captured."""
+    """Texts in which each draft is right at this rate, where steps are captured and compute ten prompts at most."""
     rng = random.Random(0)
 
     def right() -> int:
         return next((n for n in range(5) if rng.random() >= rate), 5)
 
-    costs = COSTS | {
-        "target": {str(rows): ms / 1e3 for rows, ms in PLAIN_MS.items()},
-        "draft": {str(r): {str(k): ms / 1e3 for k, ms in own.items()} for r, own in DRAFTS_MS.items()},
-        "context": {"0": 0.0, "16384": 0.5e-3},
-        "context_rows": {"0": 0.0, "16384": 0.3e-3},
+    target = Curve({num_requests: ms[0] / 1e3 for num_requests, ms in STEP_MS.items()})
+    target.set(64 + PROMPT_ROWS, (STEP_MS[64][0] + PROMPT_ROWS * PROMPT_ROW_MS) / 1e3)
+    draft = {
+        str(r): {str(k): ms / 1e3 - target.at(r * (1 + k)) for k, ms in own.items() if k}
+        for r, own in STEP_MS.items()
     }
+    costs = COSTS | {"target": {str(rows): its for rows, its in target.points.items()}, "draft": draft}
     texts = [
         rehearse.Text(200, {at: rehearse.Found(5, right()) for at in range(100)}) for _ in range(num_texts)
     ]
     return rehearse.Recording(
-        (0, 1, 3, 5), costs, 0.0, is_compared=False, has_kv=True, texts=texts, buckets=tuple(PLAIN_MS)
+        (0, 1, 3, 5),
+        costs,
+        0.0,
+        is_compared=False,
+        has_kv=True,
+        texts=texts,
+        buckets=tuple(STEP_MS),
+        prompts_together=PROMPT_ROWS // 200,
     )
 
 
@@ -160,7 +169,7 @@ def test_captured_steps_have_as_good_numbers_of_drafts_as_other_rules(rate: floa
     found = rehearse.speeds(captured(rate, batch * rehearse.TURNS[batch]), batch)
     assert found["new"] >= 1.0
     assert found["auto"] >= 0.965 * found[rehearse.best_fixed(found)]
-    assert found["auto"] >= 0.975 * max(found["vLLM's"], found["SGLang's"])
+    assert found["auto"] >= 0.99 * max(found["vLLM's"], found["SGLang's"])
 
 
 def test_a_command_prints_the_cells(

@@ -63,7 +63,7 @@ def erratic(monkeypatch: pytest.MonkeyPatch) -> None:
     compared with the output is random, too."""
     die = random.Random(11)
 
-    def choose(policy: AutoPolicy, asked: list[Progress], num_others: int) -> list[int]:
+    def choose(policy: AutoPolicy, asked: list[Progress], num_others: int, num_joining: int = 0) -> list[int]:
         if die.random() < 0.05:
             return [0] * len(asked)
         return [die.choice(policy.costs.levels) for _ in asked]

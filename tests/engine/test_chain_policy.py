@@ -135,7 +135,7 @@ class Always(ChainPolicy):
 
     num_steps = 0
 
-    def choose(self, asked: list[Progress], num_others: int) -> list[int]:
+    def choose(self, asked: list[Progress], num_others: int, num_joining: int = 0) -> list[int]:
         self.num_steps += 1
         can = [request.draft_hole is None for request in asked]
         self._parts = Parts([16] * len(asked), [3 * (c and self.num_steps < 16) for c in can])
@@ -249,7 +249,7 @@ def test_a_policy_is_asked_in_each_step_in_which_a_model_drafts() -> None:
 class OnlyLookups(Always):
     """The head never drafts, and sees no prompt."""
 
-    def choose(self, asked: list[Progress], num_others: int) -> list[int]:
+    def choose(self, asked: list[Progress], num_others: int, num_joining: int = 0) -> list[int]:
         self._parts = Parts([16] * len(asked), [0] * len(asked))
         return [16] * len(asked)
 
@@ -277,7 +277,7 @@ class NotForAll(Always):
 
     first: Progress | None = None
 
-    def choose(self, asked: list[Progress], num_others: int) -> list[int]:
+    def choose(self, asked: list[Progress], num_others: int, num_joining: int = 0) -> list[int]:
         if asked and self.first is None:
             self.first = asked[0]
         of_models = [3 * (request is self.first) for request in asked]

@@ -517,7 +517,7 @@ class Chosen(FixedPolicy):
         super().__init__(0)
         self.by_length, self.drafts_at_start = by_length, drafts_at_start
 
-    def choose(self, asked: list[Progress], num_others: int) -> list[int]:
+    def choose(self, asked: list[Progress], num_others: int, num_joining: int = 0) -> list[int]:
         return [self.by_length(request.num_outputs) for request in asked]
 
     def num_repeats(self) -> int:
@@ -571,7 +571,7 @@ class Probing(Chosen):
         super().__init__(lambda num_outputs: 3)
         self.told: list[StepOutcome] = []
 
-    def choose(self, asked: list[Progress], num_others: int) -> list[int]:
+    def choose(self, asked: list[Progress], num_others: int, num_joining: int = 0) -> list[int]:
         self.is_probing = 6 <= asked[0].num_outputs < 12
         return [0 if self.is_probing else 3] * len(asked)
 
@@ -849,6 +849,31 @@ def test_no_token_is_lost_where_the_policy_raises(
     assert calls[0] >= number and "of the policy" in caplog.text
 
 
+class Joining(FixedPolicy):
+    """Notes how many requests each step has, and how many will join them."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.heard: list[tuple[int, int]] = []
+
+    def choose(self, asked: list[Progress], num_others: int, num_joining: int = 0) -> list[int]:
+        self.heard.append((len(asked) + num_others, num_joining))
+        return super().choose(asked, num_others, num_joining)
+
+
+@pytest.mark.parametrize(("slots", "heard"), [(8, [(1, 3), (2, 2), (4, 0)]), (2, [(1, 1), (2, 0)])])
+def test_a_policy_hears_how_many_requests_will_join(slots: int, heard: list[tuple[int, int]]) -> None:
+    """A step has 32 rows: the first prompt, then one row of that request and the second prompt, then rows of all four
+    requests; with two slots the others wait until one is free."""
+    engine = core(FakeRunner(1), slots=slots)
+    engine.policy = joining = Joining()
+    for name, num_tokens in (("a", 32), ("b", 30), ("c", 5), ("d", 6)):
+        engine.add_request(name, spec(num_tokens, 30))
+    for _ in heard:
+        engine.step()
+    assert joining.heard == heard
+
+
 class Resting(Chosen):
     """No drafts; need not be asked for up to three steps. Notes the steps that it was asked for or told to rest in."""
 
@@ -858,9 +883,9 @@ class Resting(Chosen):
         super().__init__(lambda num_outputs: 0)
         self.heard: list[str | int] = []
 
-    def choose(self, asked: list[Progress], num_others: int) -> list[int]:
+    def choose(self, asked: list[Progress], num_others: int, num_joining: int = 0) -> list[int]:
         self.heard.append("-".join(request.id for request in asked))
-        return super().choose(asked, num_others)
+        return super().choose(asked, num_others, num_joining)
 
     def num_repeats(self) -> int:
         return 3
@@ -895,9 +920,9 @@ class Counting(FixedPolicy):
 
     num_asked = num_repeated = 0
 
-    def choose(self, asked: list[Progress], num_others: int) -> list[int]:
+    def choose(self, asked: list[Progress], num_others: int, num_joining: int = 0) -> list[int]:
         self.num_asked += 1
-        return super().choose(asked, num_others)
+        return super().choose(asked, num_others, num_joining)
 
     def repeated(self, num_steps: int) -> None:
         self.num_repeated += num_steps

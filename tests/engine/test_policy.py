@@ -259,6 +259,42 @@ def test_a_padded_step_has_other_drafts_than_the_one_before_only_if_that_pays(
     assert its.choose(others, 0) == [1 if speedup < 1.038 else 2] * 8, "others had no step before"
 
 
+def test_beside_prompts_padded_requests_have_the_drafts_of_all_that_will_soon_decode() -> None:
+    """Two drafts pay for one and for two requests, and one draft for four."""
+    its, ragged = (policy(0.9, row=0.0, levels=(0, 1, 2), buckets=buckets) for buckets in ((1, 2, 4), ()))
+    for each in (its, ragged):
+        each.savings = MOST_SAVED
+        for num_requests, of_one, of_two in ((2, 0.05, 0.1), (4, 0.1, 2.0)):
+            each.costs.draft.set(num_requests, 1, of_one)
+            each.costs.draft.set(num_requests, 2, of_two)
+    one = request(4)
+    assert its.will_draft(one, 3)
+    assert its.choose([one], 0, 3) == [1], "three will join"
+    assert its._kept.choice is its._ready.choice, "made when the drafter was to see the prompt"
+    one.records[0].last_asked = 1
+    two = [one, request(4, 1)]
+    assert its.choose(two, 0, 2) == [1, 1], "one of which has joined"
+    its._kept = None
+    assert its.choose(two, 0) == [2, 2], "nobody will"
+    assert ragged.choose(two, 0, 2) == ragged.choose(two, 0), (
+        "each row has its price with and without prompts"
+    )
+
+
+def test_padded_requests_have_no_drafts_that_their_outputs_have_no_room_for() -> None:
+    """Three of four requests end with the next two tokens, then all with the next. Rows for more take time all the
+    same."""
+    its = policy(0.9, row=0.05, step=0.0, levels=(0, 1, 5), buckets=(4,))
+    its.savings = MOST_SAVED
+    asked = [request(4, number, 100) for number in range(4)]
+    assert its.choose(asked, 0) == [5] * 4
+    for ending, room, expected in ((asked[1:], 1, 1), (asked, 0, 0)):
+        for one in ending:
+            one.tokens += [1] * (one.room - room)
+        its._kept = None
+        assert its.choose(asked, 0) == [expected] * 4
+
+
 @pytest.mark.parametrize(("savings", "goes_on"), [(EARNED, True), (EARNED - 1.0, False)])
 @pytest.mark.parametrize("speedup", [0.93, 0.99])
 def test_a_drafter_that_has_paid_is_not_dropped_for_little(
@@ -622,8 +658,8 @@ def test_without_savings_nothing_is_drafted_and_no_choice_is_made_for_some_steps
     chosen = list[Kept]()
     choice_for = AutoPolicy._choice_for
 
-    def counted(self: AutoPolicy, asked: list[Progress], num_others: int, before: Kept | None) -> Kept:
-        chosen.append(choice_for(self, asked, num_others, before))
+    def counted(self: AutoPolicy, *given: Any) -> Kept:
+        chosen.append(choice_for(self, *given))
         return chosen[-1]
 
     monkeypatch.setattr(AutoPolicy, "_choice_for", counted)

@@ -346,7 +346,7 @@ class AskingAnyway(AutoPolicy):
         """Never: which drafts are made depends on where rounds end, so on what is verified."""
         return False
 
-    def choose(self, asked: list[Progress], num_others: int) -> list[int]:
+    def choose(self, asked: list[Progress], num_others: int, num_joining: int = 0) -> list[int]:
         return [self.costs.levels[-1] if self.num_asked is None else self.num_asked] * len(asked)
 
     def will_draft(
@@ -371,9 +371,9 @@ class AskingTogether(AskingAnyway):
         self._made: dict[int, tuple[Progress, int, int]] = {}
         self._verified: list[tuple[Progress, int, int]] = []  # (request, drafts, accepted)
 
-    def choose(self, asked: list[Progress], num_others: int) -> list[int]:
+    def choose(self, asked: list[Progress], num_others: int, num_joining: int = 0) -> list[int]:
         self._begin()  # the step before may have had prompts, so that nobody was told
-        return super().choose(asked, num_others)
+        return super().choose(asked, num_others, num_joining)
 
     def proposed(self, request: Progress, num_asked: int, num_drafts: int, *, is_model: bool = True) -> None:
         self._made[id(request)] = request, num_asked, num_drafts

@@ -57,11 +57,13 @@ MOST_RARE = 28
 class RequestClass(NamedTuple):
     """Requests that get the same number of drafts. `odds`: their odds of acceptance relative to the pool's, as an
     exponent of `ODDS_STEP`; `rarity`: their share of rounds with drafts when asked for, as an exponent of 1 /
-    `RARITY_STEP`; `opening`: what is added to `odds` at their beginning, mostly negative."""
+    `RARITY_STEP`; `opening`: what is added to `odds` at their beginning, mostly negative; `room`: drafts that their
+    outputs have room for, None: for any number."""
 
     odds: int
     rarity: float = 0
     opening: int = 0
+    room: int | None = None
 
     @property
     def share(self) -> float:

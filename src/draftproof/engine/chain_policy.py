@@ -55,13 +55,13 @@ class ChainPolicy:
         """Never for the models: with or without lookups' drafts they see the rows only while they draft."""
         return False
 
-    def choose(self, asked: list[Progress], num_others: int) -> list[int]:
+    def choose(self, asked: list[Progress], num_others: int, num_joining: int = 0) -> list[int]:
         # the model's drafters have not seen all rows of the others
         able = [request for request in asked if request.draft_hole is None]
         self._are_models_asked = bool(able)
-        chosen = self.models.choose(able, num_others + len(asked) - len(able))
+        chosen = self.models.choose(able, num_others + len(asked) - len(able), num_joining)
         self.lookups.probes = not any(chosen)  # else no step would be plain
-        of_lookups = self.lookups.choose(asked, num_others)
+        of_lookups = self.lookups.choose(asked, num_others, num_joining)
         of_models = chosen
         if len(able) < len(asked):
             found = {id(request): number for request, number in zip(able, chosen, strict=True)}

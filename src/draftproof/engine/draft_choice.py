@@ -276,13 +276,15 @@ class Chooser:
     def class_tokens(self, its_class: RequestClass, num_requests: int) -> list[float]:
         """`tokens` of a request of this class. At its beginning, first drafts count for as much as they will bring
         later: a drafter with keys and values that missed these rows could make none then."""
-        share, odds = its_class.share, its_class.odds
-        lasting = self.tokens(share, odds, num_requests)
-        if not its_class.opening:
-            return lasting
-        tokens = self.tokens(share, odds + its_class.opening, num_requests)
-        first = self.costs.levels[1]
-        return [1.0, *(number + lasting[first] - tokens[first] for number in tokens[1:])]
+        share, odds, room = its_class.share, its_class.odds, its_class.room
+        tokens = self.tokens(share, odds, num_requests)
+        if its_class.opening:
+            lasting, tokens = tokens, self.tokens(share, odds + its_class.opening, num_requests)
+            first = self.costs.levels[1]
+            tokens = [1.0, *(number + lasting[first] - tokens[first] for number in tokens[1:])]
+        if room is None:
+            return tokens
+        return [tokens[min(k, room)] for k in range(len(tokens))]
 
     def counted_on(self, tokens: Sequence[float]) -> list[float]:
         """What of `tokens` is counted on where steps are not padded; see `DOUBTED`."""

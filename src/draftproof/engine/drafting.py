@@ -182,7 +182,8 @@ class Drafting:
             self.tell_rounds(request, at_once=True)
         num_others = len(rows) - len(asked)
         start = time.perf_counter()
-        chosen = self.policy.choose(asked, num_others)
+        num_joining = max(0, self._scheduler.num_soon - len(rows))
+        chosen = self.policy.choose(asked, num_others, num_joining)
         self._choosing_seconds = time.perf_counter() - start
         shadows = self.policy.shadows(chosen, num_others) if self.compares else ()
         if self.policy.parts is not None:

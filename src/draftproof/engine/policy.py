@@ -47,9 +47,10 @@ class Policy(Protocol):
         it would miss their rows, and its time is left out of the report."""
         ...
 
-    def choose(self, asked: list[Progress], num_others: int) -> list[int]:
+    def choose(self, asked: list[Progress], num_others: int, num_joining: int = 0) -> list[int]:
         """Number of drafts for each of `asked`, which decode in the next pass beside `num_others` requests that cannot
-        draft. All 0: the drafter may be skipped."""
+        draft. `num_joining` more will decode with them once passes after this one have computed their prompts. All 0:
+        the drafter may be skipped."""
         ...
 
     def shadows(self, chosen: Sequence[int], num_others: int) -> Sequence[int]:
@@ -133,7 +134,7 @@ class FixedPolicy:
     def __init__(self, num_drafts: int) -> None:
         self._num_drafts = num_drafts
 
-    def choose(self, asked: list[Progress], num_others: int) -> list[int]:
+    def choose(self, asked: list[Progress], num_others: int, num_joining: int = 0) -> list[int]:
         return [self._num_drafts] * len(asked)
 
     def shadows(self, chosen: Sequence[int], num_others: int) -> Sequence[int]:
