@@ -21,7 +21,8 @@ that kind, not just those that a policy would be told, with so many drafts and w
 even if the cell has few. The first steps after a prompt, which slows a CPU for some, take what others of their size do:
 it is left out as the prompt itself is. Where there are no others, what it adds to plain steps is taken off. `auto` goes
 on beside them for as long, and what it believes after each turn counts alike: a machine's speed changes, for one kind
-of step more than for others, and a prediction is for the machine that it was learned on.
+of step more than for others, and a prediction is for the machine that it was learned on. If no drafts are predicted to
+pay, the fewest are measured: they are not to gain more than 10 % either.
 
 A fixed number that is far slower than the best in the first turns is left out of the later ones. With one wave one pair
 of engines serves all batches. At the end a table of all cells is printed.
@@ -359,7 +360,8 @@ class Bench:
         found = predict(known)
         num_drafts = found.num_drafts
         of_lookups = isinstance(known, ChainPolicy) and predict(known.lookups) == found
-        told = partial(Told, num_drafts, of_lookups=of_lookups)
+        # if none are predicted to pay, the fewest might
+        told = partial(Told, num_drafts or auto.levels[1], of_lookups=of_lookups)
         costs = internals.part_of(auto, of_lookups=of_lookups).costs
         measured = self._speedup(auto, told, costs, num_turns, batch, prompts)
         predicted = 1.0
@@ -373,7 +375,7 @@ class Bench:
         return {
             "predicted_k": num_drafts,
             "predicted": predicted,
-            "measured": measured.speedup,
+            "measured": measured.speedup if num_drafts else max(1.0, measured.speedup),
             "same": measured.same,
             "steps": measured.steps,
         }

@@ -198,6 +198,23 @@ def test_acceptance_is_that_of_the_steps_that_are_compared() -> None:
     assert asker.predict(2) and asker.acceptance.accepted.least[0] == 4 / (4 + POOL_WEIGHT)
 
 
+def bench_without_engines() -> adaptive.Bench:
+    never: Any = None
+    drafting: Any = SimpleNamespace(core=SimpleNamespace(runner=SimpleNamespace(async_depth=0)))
+    return adaptive.Bench(
+        plain=never,
+        drafting=drafting,
+        batches=(1,),
+        waves=1,
+        num_tokens=4,
+        num_turns=2,
+        seconds=0.0,
+        measured_seconds=0.0,
+        temperature=0.0,
+        new=never,
+    )
+
+
 @pytest.mark.parametrize("differs", [False, True])
 def test_auto_learns_for_as_long_as_the_other_two_run(differs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A turn with drafts takes one second, one without two, and one of `auto` one. `differs`: its fifth output."""
@@ -211,23 +228,30 @@ def test_auto_learns_for_as_long_as_the_other_two_run(differs: bool, monkeypatch
         way.outputs.append((8 if differs and way.name == "auto" and runs["auto"] == 5 else 7,))
 
     monkeypatch.setattr(adaptive.Way, "run", run)
-    drafting: Any = SimpleNamespace(core=SimpleNamespace(runner=SimpleNamespace(async_depth=0)))
     never: Any = None
-    bench = adaptive.Bench(
-        plain=never,
-        drafting=drafting,
-        batches=(1,),
-        waves=1,
-        num_tokens=4,
-        num_turns=2,
-        seconds=0.0,
-        measured_seconds=0.0,
-        temperature=0.0,
-        new=never,
-    )
+    bench = bench_without_engines()
     found = bench._speedup(never, lambda: never, StepCosts((0, 1)), num_turns=2, batch=1, prompts=[[1]])
     assert runs == {"drafted": 2, "plain": 2, "auto": 6} and len(found.believed) == 2
     assert found.speedup == 2.0 and found.same == (not differs)
+
+
+@pytest.mark.parametrize(("gained", "measured"), [(0.8, 1.0), (1.2, 1.2)])
+def test_if_no_drafts_are_predicted_to_pay_the_fewest_are_measured(
+    gained: float, measured: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They gain more than was predicted, or lose: then none are best, which gains nothing."""
+    auto = AutoPolicy(costs(row=1.0, step=1.0), Acceptance(8, expected=0.1))
+
+    def speedup(bench: adaptive.Bench, auto: Any, told: Any, *given: Any) -> adaptive.Speedup:
+        assert told().choose([request(4)], 0) == [1]
+        return adaptive.Speedup(gained, 0, same=True, believed=[], steps={})
+
+    monkeypatch.setattr(adaptive.Bench, "_speedup", speedup)
+    monkeypatch.setattr(internals, "knowing", lambda auto, asked: auto)
+    asked: Any = None
+    found = bench_without_engines()._predicted(auto, 1, [[1]], asked, 2)
+    assert (found["predicted_k"], found["predicted"], found["measured"]) == (0, 1.0, measured)
+    assert matrix.is_predicted(found) == (gained < 1.1)
 
 
 def test_steps_are_shown_by_size_with_what_is_believed_of_them() -> None:
