@@ -364,7 +364,7 @@ class Bench:
         told = partial(Told, num_drafts or auto.levels[1], of_lookups=of_lookups)
         costs = internals.part_of(auto, of_lookups=of_lookups).costs
         measured = self._speedup(auto, told, costs, num_turns, batch, prompts)
-        predicted = 1.0
+        predicted, gained = 1.0, max(1.0, measured.speedup)
         if num_drafts:
             asker = partial(
                 internals.asking_together, num_together=batch, num_asked=num_drafts, of_lookups=of_lookups
@@ -372,10 +372,11 @@ class Bench:
             asked = self._asked_in_turns(asker, len(measured.believed), batch, prompts)
             acceptance = internals.part_of(asked, of_lookups=of_lookups).acceptance
             predicted = measured.predicted(acceptance, num_drafts, batch, self.num_tokens)
+            gained = measured.speedup
         return {
             "predicted_k": num_drafts,
             "predicted": predicted,
-            "measured": measured.speedup if num_drafts else max(1.0, measured.speedup),
+            "measured": gained,
             "same": measured.same,
             "steps": measured.steps,
         }

@@ -270,9 +270,10 @@ class Turn:
         is_plain = not most and not any(request.num_drafts for request in self.running)
         is_told, joining = False, list[Decoding]()
         if self._num_steps:
-            is_told = self._verify(most, is_shadow=bool(most) and not any(chosen), is_plain=is_plain)
-            joining = self._joining()
-            self._waiting = self._waiting[len(joining) :]
+            together = self._recording.prompts_together
+            joining, self._waiting = self._waiting[:together], self._waiting[together:]
+            is_shadow = bool(most) and not any(chosen)
+            is_told = self._verify(most, joining, is_shadow=is_shadow, is_plain=is_plain)
         self._num_steps += 1
         if self._recording.has_kv and is_plain and not is_probing:
             for request in self.running:
@@ -288,17 +289,13 @@ class Turn:
         if is_told and self._compares and is_due:
             self._tell_lookups(is_compared=any(compared))
 
-    def _joining(self) -> list[Decoding]:
-        """Requests whose prompts this step computes."""
-        return self._waiting[: self._recording.prompts_together]
-
-    def _verify(self, most: int, *, is_shadow: bool, is_plain: bool) -> bool:
-        """The target's pass: takes its time, and adds tokens. Returns whether it was reported."""
+    def _verify(self, most: int, joining: Sequence[Decoding], *, is_shadow: bool, is_plain: bool) -> bool:
+        """The target's pass: takes its time, and adds tokens. `joining`: requests whose prompts it computes, too.
+        Returns whether it was reported."""
         num_requests = len(self.running)
         num_rows = num_requests + sum(request.num_drafts for request in self.running)
         context = sum(len(request.progress.tokens) for request in self.running)
         seconds = self._costs.step(num_requests, num_rows, most, context)
-        joining = self._joining()
         if joining:  # a step with prompts takes as long as its rows
             num_prompt_rows = sum(request.text.num_prompt for request in joining)
             seconds = self._costs.target_row_seconds * (num_rows + num_prompt_rows)

@@ -276,9 +276,7 @@ def test_beside_prompts_padded_requests_have_the_drafts_of_all_that_will_soon_de
     assert its.choose(two, 0, 2) == [1, 1], "one of which has joined"
     its._kept = None
     assert its.choose(two, 0) == [2, 2], "nobody will"
-    assert ragged.choose(two, 0, 2) == ragged.choose(two, 0), (
-        "each row has its price with and without prompts"
-    )
+    assert ragged.choose(two, 0, 2) == [2, 2], "each row has its price with and without prompts"
 
 
 def test_padded_requests_have_no_drafts_that_their_outputs_have_no_room_for() -> None:

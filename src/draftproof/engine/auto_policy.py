@@ -156,10 +156,8 @@ class AutoPolicy:
     def choose(self, asked: list[Progress], num_others: int, num_joining: int = 0) -> list[int]:
         if not asked:
             return []
-        if (
-            not self.costs.is_padded
-        ):  # elsewhere rows of few requests cost as much without prompts as beside them
-            num_joining = 0
+        if not self.costs.is_padded:
+            num_joining = 0  # there rows of few requests cost as much without prompts as beside them
         probe = self._kept
         if probe is not None and probe.interrupted and probe.has_ended(asked, num_others):
             self._kept = self._after_probe(probe.interrupted)
@@ -228,8 +226,9 @@ class AutoPolicy:
     def _next(self, asked: list[Progress], num_others: int, before: Kept | None, num_joining: int) -> Kept:
         """The choice to keep from now on, instead of the one `before` or passed on from it."""
         is_new = not num_others and self._are_new(asked, before)
+        num_requests = len(asked) + num_joining  # if all are new
         if is_new and not self._num_tried(asked):
-            ready = self._made_ready(len(asked) + num_joining)
+            ready = self._made_ready(num_requests)
             if ready is not None:  # reports wait for the next choice, which is made while a step runs
                 if before is not None and self._passes_on(before, asked, ready):
                     longer = abs(len(asked[0].tokens) - len(before.asked[0].tokens))
@@ -238,7 +237,7 @@ class AutoPolicy:
                     return before
                 self._settle_steps()
                 self._let_go()
-                its_class = next(iter(ready.num_drafts), self._unknown(len(asked) + num_joining))
+                its_class = next(iter(ready.num_drafts), self._unknown(num_requests))
                 return self._kept_for(asked, 0, [its_class] * len(asked), ready, is_first=True)
         start = time.perf_counter()
         self._settle()
@@ -248,7 +247,9 @@ class AutoPolicy:
         self._choosing_seconds = time.perf_counter() - start
         if self.is_lookup:  # nobody asks in advance whether a lookup will draft
             if is_new:
-                self._ready = ReadyChoice(len(asked), kept.choice, self._num_taken, kept.share, self.savings)
+                self._ready = ReadyChoice(
+                    num_requests, kept.choice, self._num_taken, kept.share, self.savings
+                )
         elif before is not None and before.is_first and not kept.is_first:
             self._renew_ready()
         return kept
